@@ -1,0 +1,95 @@
+"""What will be read and written, as frozen data made from headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A pure function of `humming_convert.steps`, by name, that one source tensor passes before it is stacked."""
+
+    name: str
+    args: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One source tensor and where it goes: its expert (None: it holds all of them on axis 0) and its stack index.
+
+    `stack` is 0 for gate (or the only projection), 1 for up; a tensor that already holds both has 0.
+    """
+
+    source: str
+    expert: int | None
+    stack: int
+
+
+@dataclass(frozen=True, slots=True)
+class StackedTensor:
+    """One tensor of a sublayer under the schema's own name, all experts stacked on axis 0.
+
+    `shape` is `(E, ...)`, `dtype` a safetensors code; `axis` is the axis of the per-expert shape along which
+    the parts of one expert follow each other (gate first). Every part passes `steps` first. `is_weight` marks
+    the one tensor that is large enough to be read in slices of experts.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    axis: int
+    parts: tuple[Part, ...]
+    steps: tuple[Step, ...] = ()
+    is_weight: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SublayerPlan:
+    """w13 (gate and up) or w2 (down) of one MoE layer.
+
+    `shape_n` x `shape_k` is one expert's weight, `shape_n_stacks` its rows by projection. The schemas are plain
+    dictionaries that `humming.schema.Base{Weight,Input}Schema.from_config` accepts; `input_schema` is what the
+    checkpoint says of its activations (None: 16 bit). `unused` names source tensors that belong to the experts but
+    have no place in the kernel layout (weight_shape, g_idx, input scales when activations stay 16 bit).
+    """
+
+    name: str
+    shape_n: int
+    shape_k: int
+    shape_n_stacks: tuple[int, ...]
+    has_bias: bool
+    format: str
+    weight_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None
+    tensors: tuple[StackedTensor, ...]
+    input_tensors: tuple[StackedTensor, ...] = ()
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One MoE layer; `layer_name` is vLLM's (`model.layers.0.mlp.experts`)."""
+
+    layer_name: str
+    family: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation_function: str
+    is_gated: bool
+    is_interleaved: bool
+    has_bias: bool
+    sublayers: tuple[SublayerPlan, ...]
+    source_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """The whole conversion: which layers are packed and which tensors are passed through, byte for byte."""
+
+    source: str
+    param_dtype: str
+    layers: tuple[LayerPlan, ...]
+    passthrough: tuple[str, ...]
+    notes: tuple[str, ...] = ()
