@@ -31,8 +31,9 @@ class StackedTensor:
     """One tensor of a sublayer under the schema's own name, all experts stacked on axis 0.
 
     `shape` is `(E, ...)`, `dtype` a safetensors code; `axis` is the axis of the per-expert shape along which
-    the parts of one expert follow each other (gate first). Every part passes `steps` first. `is_weight` marks
-    the one tensor that is large enough to be read in slices of experts.
+    the parts of one expert follow each other (gate first), in order of expert and then of stack. Every part passes
+    `steps` first and then has `dtype`. `is_weight` marks the one tensor that is large enough to be read in slices
+    of experts. `check` names the rule of `humming_convert.checks` that each part's values, as stored, must obey.
     """
 
     name: str
@@ -42,6 +43,7 @@ class StackedTensor:
     parts: tuple[Part, ...]
     steps: tuple[Step, ...] = ()
     is_weight: bool = False
+    check: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class SublayerPlan:
     dictionaries that `humming.schema.Base{Weight,Input}Schema.from_config` accepts; `input_schema` is what the
     checkpoint says of its activations (None: 16 bit). `unused` names source tensors that belong to the experts but
     have no place in the kernel layout (weight_shape, g_idx, input scales when activations stay 16 bit).
+    `source_schema` is the weight schema as the checkpoint states it; it differs from `weight_schema` only where steps
+    change the form of a scale (a block scale expanded to rows), and quantization keys must be derived from it.
     """
 
     name: str
@@ -62,6 +66,7 @@ class SublayerPlan:
     format: str
     weight_schema: dict[str, Any]
     input_schema: dict[str, Any] | None
+    source_schema: dict[str, Any]
     tensors: tuple[StackedTensor, ...]
     input_tensors: tuple[StackedTensor, ...] = ()
     unused: tuple[str, ...] = ()
