@@ -1,0 +1,175 @@
+"""The command line. Options become one frozen object; errors become text and exit code 1.
+
+Nothing heavier than Click is imported before a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import click
+
+from humming_convert.errors import ConvertError, OutputError
+from humming_loader._version import __version__
+from humming_loader.errors import LoaderError
+
+Params = ParamSpec("Params")
+Value = TypeVar("Value")
+
+ACTIVATION_NAMES = ("a16", "fp8", "fp8-block", "mxfp8", "int8", "nvfp4", "mxfp4", "checkpoint")
+
+
+class DefaultToConvert(click.Group):
+    """A group whose default command is `convert`: `humming-convert SRC OUT` needs no command name."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {"--help", "-h", "--version"}
+        if args and args[0] not in own and args[0] not in self.commands:
+            args = ["convert", *args]
+        return super().parse_args(ctx, args)
+
+
+def reports_errors(command: Callable[Params, Value]) -> Callable[Params, Value]:
+    """Print what went wrong, one problem a line, and leave with exit code 1 and no traceback."""
+
+    @wraps(command)
+    def run(*args: Params.args, **kwargs: Params.kwargs) -> Value:
+        try:
+            return command(*args, **kwargs)
+        except (ConvertError, LoaderError) as error:
+            raise SystemExit(_fail(str(error))) from None
+        except KeyboardInterrupt:
+            raise SystemExit(_fail("interrupted; nothing that looks whole was left behind", code=130)) from None
+        except OSError as error:
+            text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise SystemExit(_fail(text)) from None
+
+    return run
+
+
+def _fail(text: str, code: int = 1) -> int:
+    lines = text.splitlines() or ["unknown error"]
+    click.echo("error: " + lines[0], err=True)
+    for line in lines[1:]:
+        click.echo("       " + line, err=True)
+    return code
+
+
+@click.group(cls=DefaultToConvert, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="humming-convert")
+def main() -> None:
+    """Convert quantized MoE checkpoints once, offline, into the layout that Humming's kernels read.
+
+    `humming-convert SRC OUT` is short for `humming-convert convert SRC OUT`.
+    """
+
+
+@main.command()
+@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--target", default="auto", show_default=True, help="GPU architecture, smNN; auto: this machine's, or sm90.")
+@click.option("--cuda", default=None, help="CUDA compiler version where it will be served.  [default: 13.0]")
+@click.option("--activation", type=click.Choice(ACTIVATION_NAMES), default="a16", show_default=True,
+              help="What the kernels multiply with; checkpoint: what the checkpoint says.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), help="Parameter dtype.  [default: the checkpoint's]")
+@click.option("--device", default="auto", show_default=True, help="Where to convert: auto, cpu, cuda or cuda:i.")
+@click.option("--quant-config", type=click.Path(path_type=Path), help="A JSON file used in place of the checkpoint's own.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file of passed-through tensors.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it is an earlier output.")
+@click.option("--workers", type=click.IntRange(1, 256), help="Slices converted at once.  [default: processors]")
+@click.option("--hash-source/--no-hash-source", default=True, show_default=True,
+              help="Record the SHA-256 of every source file in the manifest.")
+@reports_errors
+def convert(source: Path, out: Path, **given: Any) -> None:  # noqa: ANN401 - Click's own values
+    """Convert SRC, a .safetensors file or a model folder, into the new folder OUT."""
+    from humming_convert.pipeline import convert_checkpoint
+    from humming_convert.resolve import resolve_options
+
+    options, notes = resolve_options(source, out, **given)
+    for note in notes:
+        click.echo(note, err=True)
+    report = convert_checkpoint(options)
+    click.echo(report.text())
+
+
+@main.command()
+@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+@click.option("--activation", type=click.Choice(ACTIVATION_NAMES), default="a16", show_default=True)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16"]))
+@click.option("--quant-config", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports_errors
+def plan(source: Path, activation: str, dtype: str | None, quant_config: Path | None, as_json: bool) -> None:
+    """Show what would be converted and what passed through, from headers alone."""
+    from humming_convert.plan_build import build_plan
+    from humming_convert.report import plan_as_json, plan_as_text
+    from humming_convert.source import open_checkpoint
+
+    checkpoint = open_checkpoint(source, quant_config)
+    found = build_plan(checkpoint, activation=activation, dtype=dtype)
+    click.echo(json.dumps(plan_as_json(found, checkpoint), indent=1) if as_json else plan_as_text(found, checkpoint))
+
+
+@main.command()
+@click.argument("path", metavar="OUT_OR_FILE", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports_errors
+def inspect(path: Path, as_json: bool) -> None:
+    """Show what an output folder, or one experts file, holds."""
+    from humming_convert.inspection import inspect_as_json, inspect_as_text
+
+    click.echo(json.dumps(inspect_as_json(path), indent=1) if as_json else inspect_as_text(path))
+
+
+@main.command()
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--source", metavar="SRC", type=click.Path(path_type=Path), help="Compare with the checkpoint it was made from.")
+@reports_errors
+def verify(out: Path, source: Path | None) -> None:
+    """Check OUT against its manifest, and with --source against the checkpoint, value by value."""
+    from humming_convert.progress import byte_progress
+    from humming_convert.verify import verify as verify_output
+
+    if not out.is_dir():
+        raise OutputError(f"{out}: expected a folder that humming-convert wrote, found none")
+    with byte_progress("verifying") as progress:
+        report = verify_output(out, source, progress=progress)
+    click.echo(report.text())
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports_errors
+def formats(as_json: bool) -> None:
+    """List the model families and checkpoint formats that are supported."""
+    from humming_convert.report import support_as_json, support_as_text
+
+    click.echo(json.dumps(support_as_json(), indent=1) if as_json else support_as_text())
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports_errors
+def targets(as_json: bool) -> None:
+    """List the GPU architectures and activations that can be converted for."""
+    from humming_convert.activation import ACTIVATION_NOTES
+    from humming_convert.target import SM_NAMES
+
+    if as_json:
+        rows = {"targets": {f"sm{sm}": name for sm, name in SM_NAMES.items()}, "activations": ACTIVATION_NOTES}
+        click.echo(json.dumps(rows, indent=1))
+        return
+    for sm, name in SM_NAMES.items():
+        click.echo(f"sm{sm:<5} {name}")
+    click.echo()
+    for name, note in ACTIVATION_NOTES.items():
+        click.echo(f"{name:<12} {note}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Convert one MoE layer, slice of experts by slice, into an experts file.
+
+Reading, converting, hashing and writing of different slices overlap; a slice is small enough to stay in a
+processor's cache from the read to the write, and memory does not grow with the layer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from humming_convert.activation import input_schema_for
+from humming_convert.gather import Gatherer, chunks_of
+from humming_convert.kernel_format import SublayerConverter
+from humming_convert.plan import LayerPlan, StackedTensor, SublayerPlan
+from humming_convert.target import Target
+
+Progress = Callable[[int], None]
+Result = TypeVar("Result")
+
+CPU_CHUNK_BYTES = 8 << 20
+GPU_CHUNK_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is the same for every layer of a run."""
+
+    target: Target
+    activation: str
+    param_dtype: str
+    device: str
+    pool: ThreadPoolExecutor
+    workers: int
+
+
+@dataclass(slots=True)
+class SublayerRun:
+    """One sublayer under way: its converter and the slices still to come."""
+
+    plan: SublayerPlan
+    converter: SublayerConverter
+    chunks: tuple[range, ...]
+    weight: StackedTensor
+    gatherer: Gatherer
+    setting: Setting
+    slices: Iterator[dict[str, torch.Tensor]] = field(init=False)
+    first: dict[str, torch.Tensor] = field(init=False)
+
+    def start(self) -> None:
+        """Scan if the format asks for it, then convert the first slice: the final config is known after it."""
+        if self.converter.needs_scan:
+            for seen in _ordered(self.setting, self._scan, self.chunks):
+                if seen:
+                    break
+        self.slices = _ordered(self.setting, self._convert, self.chunks)
+        self.first = next(self.slices)
+
+    def results(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Every slice's tensors in expert order, the first one included."""
+        yield self.first
+        yield from self.slices
+
+    def _read(self, experts: range) -> torch.Tensor:
+        return self.gatherer.stack(self.weight, experts).to(self.setting.device)
+
+    def _scan(self, experts: range) -> bool:
+        return self.converter.scan(self._read(experts))
+
+    def _convert(self, experts: range) -> dict[str, torch.Tensor]:
+        packed = self.converter.convert(self._read(experts), experts.start)
+        return {name: value.cpu() for name, value in packed.items()}
+
+
+def _ordered(setting: Setting, work: Callable[[range], Result], chunks: tuple[range, ...]) -> Iterator[Result]:
+    """Results of `work` in order, at most `workers` + 1 slices ahead of the one that is taken."""
+    pending: deque[Future[Result]] = deque()
+    remaining = iter(chunks)
+    try:
+        for chunk in remaining:
+            pending.append(setting.pool.submit(work, chunk))
+            if len(pending) > setting.workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
+
+
+def begin_sublayer(plan: SublayerPlan, layer: LayerPlan, gatherer: Gatherer, setting: Setting) -> SublayerRun:
+    """Read every small tensor of the sublayer, decide what depends on all experts, convert the first slice.
+
+    Raises CheckpointError for scales that cannot be, UnsupportedError for what Humming cannot take.
+    """
+    weight = next(tensor for tensor in plan.tensors if tensor.is_weight)
+    schema = input_schema_for(setting.activation, plan.input_schema)
+    small: dict[str, torch.Tensor] = {}
+    inputs = plan.input_tensors if schema is not None else ()
+    for tensor in (*plan.tensors, *inputs):
+        if not tensor.is_weight:
+            small[tensor.name] = gatherer.stack(tensor).to(setting.device)
+    converter = SublayerConverter(
+        plan.weight_schema,
+        schema,
+        shape_n=plan.shape_n,
+        shape_k=plan.shape_k,
+        shape_n_stacks=plan.shape_n_stacks,
+        num_experts=layer.num_experts,
+        has_bias=plan.has_bias,
+        param_dtype=setting.param_dtype,
+        target=setting.target,
+        small=small,
+    )
+    chunk_bytes = CPU_CHUNK_BYTES if setting.device == "cpu" else GPU_CHUNK_BYTES
+    bytes_per_expert = weight_bytes(weight) // layer.num_experts
+    chunks = [range(layer.num_experts)] if converter.whole else chunks_of(
+        layer.num_experts, bytes_per_expert, chunk_bytes
+    )
+    run = SublayerRun(plan, converter, tuple(chunks), weight, gatherer, setting)
+    run.start()
+    return run
+
+
+def weight_bytes(weight: StackedTensor) -> int:
+    """Bytes of the stacked weight, all experts."""
+    from humming_loader.dtypes import dtype_info
+
+    count = 1
+    for extent in weight.shape:
+        count *= extent
+    return count * dtype_info(weight.dtype, weight.name).bits // 8
+
+
+def final_shapes(run: SublayerRun, experts: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and full shape of every tensor that the sublayer will write, from its first slice."""
+    shapes = {name: (value.dtype, (experts, *value.shape[1:])) for name, value in run.first.items()}
+    return shapes | {name: (value.dtype, tuple(value.shape)) for name, value in run.converter.common().items()}

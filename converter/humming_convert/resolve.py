@@ -1,0 +1,94 @@
+"""Turn what the user typed into one frozen `ConvertOptions`, looking at the machine where `auto` was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from humming_convert.errors import Problem, UnsupportedError
+from humming_convert.options import ConvertOptions, default_workers, parse_size
+from humming_convert.target import DEFAULT_CUDA, Target, parse_cuda, parse_sm
+
+DEFAULT_SM = 90
+
+
+def resolve_options(
+    source: Path,
+    out: Path,
+    *,
+    target: str,
+    cuda: str | None,
+    activation: str,
+    dtype: str | None,
+    device: str,
+    quant_config: Path | None,
+    max_shard_size: str,
+    overwrite: bool,
+    workers: int | None,
+    hash_source: bool,
+) -> tuple[ConvertOptions, tuple[str, ...]]:
+    """The options of a conversion and what the user should be told about choices made for them.
+
+    Raises UnsupportedError for a value that cannot be, a device that is not there, or a GPU asked to
+    convert for another architecture than its own.
+    """
+    notes: list[str] = []
+    device_sm = None if device == "cpu" and target != "auto" else visible_sm(device)
+    sm = _resolve_sm(target, device_sm, notes)
+    chosen = _resolve_device(device, device_sm, sm)
+    options = ConvertOptions(
+        source=source,
+        out=out,
+        target=Target(sm, parse_cuda(cuda) if cuda else DEFAULT_CUDA),
+        activation=activation,
+        dtype=dtype,
+        device=chosen,
+        quant_config=quant_config,
+        max_shard_bytes=parse_size(max_shard_size),
+        overwrite=overwrite,
+        workers=workers or default_workers(),
+        hash_source=hash_source,
+    )
+    return options, tuple(notes)
+
+
+def visible_sm(device: str) -> int | None:
+    """The architecture of the GPU that `device` names (or the first), None when there is no GPU.
+
+    Raises UnsupportedError when `device` names a GPU that is not there or is no device name.
+    """
+    import torch
+
+    name = "cuda" if device in ("auto", "cpu") else device
+    try:
+        index = torch.device(name).index or 0
+    except RuntimeError:
+        problem = Problem("--device", "auto, cpu, cuda or cuda:i", repr(device))
+        raise UnsupportedError([problem]) from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index < count:
+        major, minor = torch.cuda.get_device_capability(index)
+        return major * 10 + minor
+    if device in ("auto", "cpu"):
+        return None
+    found = f"{count} CUDA device(s) here"
+    raise UnsupportedError([Problem("--device", f"a CUDA device for {device!r}", found, "use --device cpu")])
+
+
+def _resolve_sm(target: str, device_sm: int | None, notes: list[str]) -> int:
+    if target.strip().lower() != "auto":
+        return parse_sm(target)
+    if device_sm is not None:
+        notes.append(f"target: sm{device_sm}, this machine's GPU (choose another with --target)")
+        return device_sm
+    notes.append(f"target: sm{DEFAULT_SM} (Hopper), because this machine has no GPU (choose another with --target)")
+    return DEFAULT_SM
+
+
+def _resolve_device(device: str, device_sm: int | None, sm: int) -> str:
+    if device == "auto":
+        return "cuda" if device_sm == sm else "cpu"
+    if device != "cpu" and device_sm != sm:
+        expected = f"a GPU of the target's architecture, sm{sm}"
+        hint = "Humming's kernels run only there: use --device cpu, which converts for any target"
+        raise UnsupportedError([Problem("--device", expected, f"sm{device_sm}", hint)])
+    return device

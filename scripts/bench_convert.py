@@ -1,0 +1,219 @@
+"""Time `humming-convert` against `cp` of the same file, in the same run, page cache warm.
+
+    python scripts/bench_convert.py [--layers 8] [--formats fp8_block,mxfp4,awq,ct_int4] [--runs 5] [--work DIR]
+
+One synthetic model file per format at Qwen3-30B layer shapes (128 experts, w13 1536 x 2048, w2 2048 x 768, random
+codes) is written once; then `cp` and a whole `humming-convert` process (start-up, hashing and fsync included) take
+turns. Prints medians, their ratio and the peak resident memory, and writes bench-convert.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+EXPERTS, HIDDEN, INTERMEDIATE = 128, 2048, 768
+ALLOWANCE = 700 * 10**6
+Tensor = tuple[str, str, tuple[int, ...], Callable[[np.random.Generator], np.ndarray[Any, Any]]]
+
+
+def projections() -> list[tuple[str, int, int]]:
+    """Name, N and K of one expert's projections."""
+    return [("gate_proj", INTERMEDIATE, HIDDEN), ("up_proj", INTERMEDIATE, HIDDEN), ("down_proj", HIDDEN, INTERMEDIATE)]
+
+
+def _words(*shape: int) -> Callable[[np.random.Generator], np.ndarray[Any, Any]]:
+    return lambda rng: rng.integers(0, 256, size=int(np.prod(shape)) * 4, dtype=np.uint8)
+
+
+def _codes(*shape: int) -> Callable[[np.random.Generator], np.ndarray[Any, Any]]:
+    # The exponent's lowest bit is cleared so that no code is NaN.
+    return lambda rng: rng.integers(0, 256, size=shape, dtype=np.uint8) & 0xF7
+
+
+def _bytes(low: int, high: int, *shape: int) -> Callable[[np.random.Generator], np.ndarray[Any, Any]]:
+    return lambda rng: rng.integers(low, high, size=shape, dtype=np.uint8)
+
+
+def _scales(dtype: str, *shape: int) -> Callable[[np.random.Generator], np.ndarray[Any, Any]]:
+    def draw(rng: np.random.Generator) -> np.ndarray[Any, Any]:
+        values = rng.uniform(0.01, 0.1, size=shape).astype(np.float32)
+        if dtype == "BF16":
+            return (values.view(np.uint32) >> 16).astype(np.uint16)
+        return values.astype({"F32": np.float32, "F16": np.float16}[dtype])
+
+    return draw
+
+
+def fp8_block(prefix: str, n: int, k: int) -> list[Tensor]:
+    scale = (n // 128, k // 128)
+    return [
+        (f"{prefix}.weight", "F8_E4M3", (n, k), _codes(n, k)),
+        (f"{prefix}.weight_scale_inv", "F32", scale, _scales("F32", *scale)),
+    ]
+
+
+def mxfp4(prefix: str, n: int, k: int) -> list[Tensor]:
+    return [
+        (f"{prefix}.weight_packed", "U8", (n, k // 2), _bytes(0, 256, n, k // 2)),
+        (f"{prefix}.weight_scale", "U8", (n, k // 32), _bytes(112, 128, n, k // 32)),
+    ]
+
+
+def awq(prefix: str, n: int, k: int) -> list[Tensor]:
+    groups = k // 128
+    return [
+        (f"{prefix}.qweight", "I32", (k, n // 8), _words(k, n // 8)),
+        (f"{prefix}.qzeros", "I32", (groups, n // 8), _words(groups, n // 8)),
+        (f"{prefix}.scales", "F16", (groups, n), _scales("F16", groups, n)),
+    ]
+
+
+def ct_int4(prefix: str, n: int, k: int) -> list[Tensor]:
+    return [
+        (f"{prefix}.weight_packed", "I32", (n, k // 8), _words(n, k // 8)),
+        (f"{prefix}.weight_scale", "BF16", (n, k // 128), _scales("BF16", n, k // 128)),
+    ]
+
+
+def _compressed_tensors(**weights: Any) -> dict[str, Any]:
+    group_format = weights.pop("format")
+    group = {"format": group_format, "targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": group_format, "config_groups": {"group_0": group},
+            "ignore": ["lm_head"]}
+
+
+FORMATS: dict[str, tuple[Callable[[str, int, int], list[Tensor]], dict[str, Any]]] = {
+    "fp8_block": (fp8_block, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}),
+    "mxfp4": (mxfp4, _compressed_tensors(
+        format="mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=32, symmetric=True)),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}),
+    "ct_int4": (ct_int4, _compressed_tensors(
+        format="pack-quantized", type="int", num_bits=4, strategy="group", group_size=128, symmetric=True)),
+}
+
+
+def _tensors(name: str, layers: int) -> Iterator[Tensor]:
+    build = FORMATS[name][0]
+    for layer in range(layers):
+        for expert in range(EXPERTS):
+            for projection, n, k in projections():
+                yield from build(f"model.layers.{layer}.mlp.experts.{expert}.{projection}", n, k)
+
+
+def write_model(folder: Path, name: str, layers: int) -> Path:
+    """Write a model folder of one safetensors file with random experts; the path of that file."""
+    folder.mkdir(parents=True)
+    header: dict[str, Any] = {}
+    offset = 0
+    for tensor, dtype, shape, _ in _tensors(name, layers):
+        size = int(np.prod(shape)) * {"F8_E4M3": 1, "U8": 1, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}[dtype]
+        header[tensor] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    path = folder / "model.safetensors"
+    rng = np.random.default_rng(0)
+    with path.open("wb") as file:
+        _write_header(file, header)
+        for _, _, _, draw in _tensors(name, layers):
+            file.write(np.ascontiguousarray(draw(rng)).tobytes())
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": HIDDEN,
+              "moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "num_hidden_layers": layers,
+              "hidden_act": "silu", "torch_dtype": "bfloat16", "quantization_config": FORMATS[name][1]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def _write_header(file: BinaryIO, header: dict[str, Any]) -> None:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format's medians: bytes, seconds, ratio to cp (1 is as fast as cp), peak resident bytes and its bound."""
+
+    format: str
+    source_bytes: int
+    cp_seconds: float
+    convert_seconds: float
+    ratio: float
+    peak_bytes: int
+    bound_bytes: int
+
+
+def _timed(command: list[str]) -> tuple[float, int]:
+    """Seconds and peak resident bytes of a command. Leaves with its output when it fails."""
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        seconds = time.perf_counter() - start
+        if process.returncode:
+            sys.exit(f"{' '.join(command)} failed: {process.stderr.read().decode() if process.stderr else ''}")
+    return seconds, usage.ru_maxrss * 1024
+
+
+def measure(name: str, layers: int, runs: int, work: Path, extra: list[str]) -> Row:
+    """Alternate cp and humming-convert over one synthetic model, `runs` times each, after one warm-up of both."""
+    path = write_model(work / name, name, layers)
+    os.sync()
+    tool = [sys.executable, "-m", "humming_convert.cli", "convert", str(path.parent)]
+    cp_times, convert_times, peaks = [], [], []
+    for turn in range(runs + 1):
+        seconds, _ = _timed(["cp", str(path), str(work / "copy")])
+        (work / "copy").unlink()
+        os.sync()
+        packed, peak = _timed([*tool, str(work / "out"), "--target", "sm90", "--device", "cpu", *extra])
+        shutil.rmtree(work / "out")
+        os.sync()
+        if turn:
+            cp_times.append(seconds)
+            convert_times.append(packed)
+            peaks.append(peak)
+    size = path.stat().st_size
+    shutil.rmtree(path.parent)
+    cp, convert = statistics.median(cp_times), statistics.median(convert_times)
+    return Row(name, size, cp, convert, cp / convert, max(peaks), 2 * size // layers + ALLOWANCE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--work", type=Path, help="folder for the files (default: a temporary one)")
+    parser.add_argument("--json", type=Path, default=Path("bench-convert.json"))
+    parser.add_argument("extra", nargs="*", help="further options for humming-convert, after --")
+    given = parser.parse_args()
+    rows = []
+    print(f"{'format':<10} {'MB':>6} {'cp MB/s':>8} {'convert MB/s':>12} {'of cp':>6} {'peak MB':>8} {'bound MB':>9}")
+    with tempfile.TemporaryDirectory(dir=given.work) as folder:
+        for name in given.formats.split(","):
+            row = measure(name, given.layers, given.runs, Path(folder), given.extra)
+            rows.append(row)
+            size = row.source_bytes / 1e6
+            print(f"{name:<10} {size:>6.0f} {size / row.cp_seconds:>8.0f} {size / row.convert_seconds:>12.0f} "
+                  f"{row.ratio:>6.2f} {row.peak_bytes / 1e6:>8.0f} {row.bound_bytes / 1e6:>9.0f}", flush=True)
+    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    given.json.write_text(json.dumps({"machine": machine, "layers": given.layers, "runs": given.runs,
+                                      "rows": [asdict(row) for row in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
