@@ -1,0 +1,85 @@
+"""Pure functions over the dictionaries of a model folder's config files; nothing here opens a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Config = dict[str, Any]
+
+QUANT_METHOD = "humming_prepacked"
+FORMAT_VERSION = 1
+
+# Files that hold a quantization section on their own, in the order in which they are believed, and the method that
+# their writers meant where the file itself does not say (old AutoGPTQ and AutoAWQ files do not).
+QUANT_FILES: tuple[tuple[str, str], ...] = (
+    ("hf_quant_config.json", "modelopt"),
+    ("quantize_config.json", "gptq"),
+    ("quant_config.json", "awq"),
+    ("quantization_config.json", ""),
+)
+_SECTION_KEYS = ("quantization_config", "compression_config")
+
+
+def text_config(config: Config) -> Config:
+    """The part of a model config that describes the language model (itself, unless it wraps one)."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def section_of(config: Config) -> tuple[Config | None, str]:
+    """The quantization section of a config.json and the path to it inside, or (None, "")."""
+    for prefix, holder in (("", config), ("text_config.", text_config(config))):
+        for key in _SECTION_KEYS:
+            found = holder.get(key)
+            if isinstance(found, dict) and found:
+                return found, prefix + key
+    return None, ""
+
+
+def find_quantization(config: Config | None, files: Mapping[str, Config]) -> tuple[Config | None, str]:
+    """What the checkpoint says of its quantization, and where it says so: config.json first, then `files`.
+
+    `files` maps the names of `QUANT_FILES` that exist to their contents.
+    """
+    if config is not None:
+        found, path = section_of(config)
+        if found is not None:
+            return found, f"config.json: {path}"
+    for name, method in QUANT_FILES:
+        if name in files:
+            return from_quant_file(files[name], method), name
+    return None, ""
+
+
+def from_quant_file(content: Config, method: str = "") -> Config:
+    """The quantization section in a file of its own: a whole config.json, ModelOpt's nesting, or the bare section."""
+    inner, _ = section_of(content)
+    if inner is not None:
+        return inner
+    nested = content.get("quantization")
+    section = dict(nested) if isinstance(nested, dict) else dict(content)
+    if isinstance(nested, dict):
+        method = method or "modelopt"
+    if not section.get("quant_method") and method:
+        section["quant_method"] = method
+    return section
+
+
+def converted_config(config: Config, quantization: Config | None) -> Config:
+    """The output's config.json: the source's, with the quantization section replaced and the original inside it.
+
+    `scale_fmt` stays visible at the top of the section, because vLLM reads it there.
+    """
+    section: Config = {
+        "quant_method": QUANT_METHOD,
+        "format_version": FORMAT_VERSION,
+        "source": quantization or {},
+    }
+    if quantization and "scale_fmt" in quantization:
+        section["scale_fmt"] = quantization["scale_fmt"]
+    result = {key: value for key, value in config.items() if key not in _SECTION_KEYS}
+    inner = result.get("text_config")
+    if isinstance(inner, dict) and any(key in inner for key in _SECTION_KEYS):
+        result["text_config"] = {key: value for key, value in inner.items() if key not in _SECTION_KEYS}
+    return result | {"quantization_config": section}

@@ -1,0 +1,178 @@
+"""Read one safetensors header, strictly: nothing in a file is believed before it is checked."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from humming_convert.errors import CheckpointError, Problem
+from humming_loader.dtypes import SAFETENSORS_DTYPES
+
+# The limit of the safetensors library itself.
+MAX_HEADER_BYTES = 100_000_000
+_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+_BITS: Mapping[str, int] = {code: info.bits for code, info in SAFETENSORS_DTYPES.items()}
+
+
+class TensorHeader(NamedTuple):
+    """One tensor: `offset` is absolute in `file` (a name inside the checkpoint), `dtype` a safetensors code."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+
+
+class SourceFile(NamedTuple):
+    """One weight file as it was when its header was read; any later difference means that it changed."""
+
+    name: str
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """All that one file says of itself; `tensors` are in the order of their bytes."""
+
+    file: SourceFile
+    tensors: tuple[TensorHeader, ...]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path, name: str) -> FileHeader:
+    """The header of the file at `path`, called `name` in messages. Raises CheckpointError for the first fault."""
+    state = _regular_file(path, name)
+    with path.open("rb") as file:
+        size = state.st_size
+        text = _header_bytes(file.read(8), size, name)
+        raw = file.read(text)
+    if len(raw) != text:
+        raise _fault(name, f"a header of {text} bytes", f"{len(raw)} bytes", "the file is truncated: fetch it again")
+    entries = _parse_json(raw, name)
+    metadata = _parse_metadata(entries.pop("__metadata__", {}), name)
+    tensors = _parse_entries(entries, name, 8 + text, size)
+    source = SourceFile(name, size, state.st_mtime_ns, state.st_ino)
+    return FileHeader(source, tensors, metadata)
+
+
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` for json: a dict, or ValueError when a key occurs twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r} occurs twice")
+            seen.add(key)
+    return found
+
+
+def _fault(where: str, expected: str, found: str, hint: str = "") -> CheckpointError:
+    return CheckpointError([Problem(where, expected, found, hint)])
+
+
+def _regular_file(path: Path, name: str) -> os.stat_result:
+    """Links are followed (the hub's cache is made of them), but what they lead to must be a plain file."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        raise _fault(name, "a file", "none", "fetch the missing shard") from None
+    except OSError as error:
+        raise _fault(name, "a readable file", error.strerror or str(error)) from None
+    if not stat.S_ISREG(state.st_mode):
+        raise _fault(name, "a regular file", f"a {_kind(state.st_mode)}")
+    return state
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "folder"
+    if stat.S_ISFIFO(mode):
+        return "named pipe"
+    if stat.S_ISSOCK(mode):
+        return "socket"
+    return "device"
+
+
+def _header_bytes(prefix: bytes, size: int, name: str) -> int:
+    hint = "the file is truncated or is no safetensors file: fetch it again"
+    if len(prefix) != 8:
+        raise _fault(name, "an 8 byte header length", f"a file of {size} bytes", hint)
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise _fault(name, f"a header of at most {MAX_HEADER_BYTES} bytes", f"{length} bytes", hint)
+    if 8 + length > size:
+        raise _fault(name, f"at least {8 + length} bytes, as its header length says", f"{size} bytes", hint)
+    return length
+
+
+def _parse_json(raw: bytes, name: str) -> dict[str, Any]:
+    try:
+        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=refuse_duplicates)
+    except RecursionError:
+        raise _fault(name, "a JSON header of two levels", "one nested too deeply to read") from None
+    except ValueError as error:
+        # UnicodeDecodeError and JSONDecodeError are both ValueErrors.
+        raise _fault(name, "a JSON header", f"one that cannot be read ({error})", "fetch the file again") from None
+    if not isinstance(entries, dict):
+        raise _fault(name, "a JSON object as header", f"a {type(entries).__name__}")
+    return entries
+
+
+def _parse_metadata(value: object, name: str) -> dict[str, str]:
+    if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
+        return value
+    raise _fault(name, "__metadata__ that maps text to text", f"{str(value)[:80]}")
+
+
+def _parse_entries(entries: dict[str, Any], file: str, base: int, size: int) -> tuple[TensorHeader, ...]:
+    tensors = []
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
+            found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+            raise _fault(f"{file}: tensor {name}", "dtype, shape and data_offsets", f"{found}")
+        tensors.append(_parse_entry(name, entry, file, base))
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    position = base
+    for tensor in tensors:
+        if tensor.offset != position:
+            fault = "overlaps the tensor before it" if tensor.offset < position else "leaves a gap before it"
+            found = f"offset {tensor.offset - base}, which {fault}"
+            raise _fault(f"{file}: tensor {tensor.name}", f"data at offset {position - base}", found)
+        position += tensor.nbytes
+    if position != size:
+        hint = "the file is truncated: fetch it again" if position > size else "the file has bytes that no tensor owns"
+        raise _fault(file, f"{position} bytes, as its header says", f"{size} bytes", hint)
+    return tuple(tensors)
+
+
+def _parse_entry(name: str, entry: dict[str, Any], file: str, base: int) -> TensorHeader:
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # `type(x) is int` and not isinstance: JSON's true would pass for 1.
+    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise _fault(f"{file}: tensor {name}", "a shape of whole numbers", f"{str(shape)[:80]}")
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(type(offset) is int for offset in offsets)
+        or not 0 <= offsets[0] <= offsets[1]
+    ):
+        raise _fault(f"{file}: tensor {name}", "data_offsets [begin, end]", f"{str(offsets)[:80]}")
+    bits = _BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        raise _fault(f"{file}: tensor {name}", "a dtype code of safetensors", f"{str(dtype)[:80]!r}")
+    begin, end = offsets
+    if math.prod(shape) * bits != (end - begin) * 8:
+        expected = f"{math.prod(shape) * bits // 8} bytes for {dtype} {shape}"
+        raise _fault(f"{file}: tensor {name}", expected, f"{end - begin} bytes")
+    return TensorHeader(name, dtype, tuple(shape), file, base + begin, end - begin)

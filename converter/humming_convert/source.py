@@ -1,0 +1,284 @@
+"""The checkpoint on disk: its files, its tensors' headers, its config files. Expert names mean nothing here."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+from humming_convert import hf_config
+from humming_convert.errors import CheckpointError, Problem
+from humming_convert.safetensors_header import (
+    FileHeader,
+    SourceFile,
+    TensorHeader,
+    read_header,
+    refuse_duplicates,
+)
+
+__all__ = ["Checkpoint", "Payload", "SourceFile", "TensorHeader", "open_checkpoint"]
+
+INDEX_SUFFIX = ".safetensors.index.json"
+DEFAULT_INDEX = "model" + INDEX_SUFFIX
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+_MAX_OPEN_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Everything that a checkpoint says without its payload.
+
+    `tensors` are in file order, `quantization` is the section that counts and `quantization_origin` where it was
+    found; `side_files` are the other files worth keeping (tokenizer, generation config, ...); `metadata` maps a
+    weight file to its `__metadata__`.
+    """
+
+    root: Path
+    is_single_file: bool
+    files: tuple[SourceFile, ...]
+    tensors: Mapping[str, TensorHeader]
+    config: dict[str, Any] | None
+    quantization: dict[str, Any] | None
+    quantization_origin: str
+    side_files: tuple[str, ...]
+    metadata: Mapping[str, Mapping[str, str]]
+
+
+def open_checkpoint(path: Path, quant_config: Path | None = None) -> Checkpoint:
+    """Read every header of the .safetensors file or model folder at `path`, and its config files.
+
+    `quant_config` is a JSON file used in place of the checkpoint's own quantization section. Raises
+    CheckpointError with every fault found.
+    """
+    if not path.exists():
+        raise CheckpointError([Problem(str(path), "a .safetensors file or a model folder", "nothing there")])
+    is_single_file = not path.is_dir()
+    if is_single_file and path.suffix != ".safetensors":
+        raise CheckpointError([Problem(str(path), "a .safetensors file or a model folder", f"{path.name}")])
+    root = path.parent if is_single_file else path
+    names, index = ((path.name,), None) if is_single_file else _list_weight_files(root)
+    problems: list[Problem] = []
+    headers = _read_headers(root, names, problems)
+    tensors = _merge(headers, problems)
+    if index is not None and not problems:
+        problems += _compare_index(index, tensors)
+    if problems:
+        raise CheckpointError(problems)
+    config = _read_json(root / "config.json") if (root / "config.json").is_file() else None
+    quantization, origin = _find_quantization(root, config, quant_config)
+    return Checkpoint(
+        root=root,
+        is_single_file=is_single_file,
+        files=tuple(header.file for header in headers),
+        tensors=MappingProxyType(tensors),
+        config=config,
+        quantization=quantization,
+        quantization_origin=origin,
+        side_files=() if is_single_file else _side_files(root),
+        metadata={header.file.name: header.metadata for header in headers},
+    )
+
+
+def _list_weight_files(root: Path) -> tuple[tuple[str, ...], dict[str, str] | None]:
+    """Names of the weight files in order, and the index's weight map if there is an index."""
+    present = sorted(entry.name for entry in root.iterdir() if entry.name.endswith(".safetensors"))
+    indexes = sorted(entry.name for entry in root.iterdir() if entry.name.endswith(INDEX_SUFFIX))
+    if not indexes:
+        if len(present) == 1:
+            return tuple(present), None
+        expected = "one .safetensors file, or several with a model.safetensors.index.json"
+        found = f"{len(present)} .safetensors files and no index"
+        hint = "fetch the index too" if present else "this is no safetensors checkpoint"
+        raise CheckpointError([Problem(str(root), expected, found, hint)])
+    if len(indexes) > 1 and DEFAULT_INDEX not in indexes:
+        raise CheckpointError([Problem(str(root), "one index", ", ".join(indexes), "move the others away")])
+    index_name = DEFAULT_INDEX if DEFAULT_INDEX in indexes else indexes[0]
+    weight_map = _weight_map(_read_json(root / index_name), index_name)
+    names = sorted(set(weight_map.values()))
+    strays = [name for name in present if name not in names]
+    if strays:
+        hint = f"move away what is not part of the model, or fetch the {index_name} that belongs to it"
+        raise CheckpointError([Problem(name, f"to be named by {index_name}", "no entry", hint) for name in strays])
+    return tuple(names), weight_map
+
+
+def _weight_map(index: dict[str, Any], index_name: str) -> dict[str, str]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError([Problem(index_name, "a weight_map", f"{str(weight_map)[:80]}")])
+    problems = []
+    for file in sorted({str(file) for file in weight_map.values()}):
+        parts = PurePosixPath(file).parts
+        if not file.endswith(".safetensors") or file.startswith("/") or ".." in parts or "\\" in file:
+            problems.append(Problem(index_name, "names of .safetensors files inside the folder", repr(file)))
+    if problems:
+        raise CheckpointError(problems)
+    return weight_map
+
+
+def _read_headers(root: Path, names: tuple[str, ...], problems: list[Problem]) -> list[FileHeader]:
+    headers = []
+    for name in names:
+        try:
+            headers.append(read_header(root / name, name))
+        except CheckpointError as error:
+            problems.extend(error.problems)
+    return headers
+
+
+def _merge(headers: list[FileHeader], problems: list[Problem]) -> dict[str, TensorHeader]:
+    tensors: dict[str, TensorHeader] = {}
+    for header in headers:
+        for tensor in header.tensors:
+            other = tensors.setdefault(tensor.name, tensor)
+            if other is not tensor:
+                hint = "the files belong to different checkpoints or hold slices of one tensor, which cannot be told"
+                found = f"it in {other.file} and in {tensor.file}"
+                problems.append(Problem(f"tensor {tensor.name}", "it in one file", found, hint))
+    return tensors
+
+
+def _compare_index(weight_map: dict[str, str], tensors: dict[str, TensorHeader]) -> list[Problem]:
+    problems = []
+    for name, file in weight_map.items():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.file != file:
+            found = "it nowhere" if tensor is None else f"it in {tensor.file}"
+            problems.append(Problem(f"tensor {name}", f"it in {file}, as the index says", found))
+    for name, tensor in tensors.items():
+        if name not in weight_map:
+            problems.append(Problem(f"tensor {name}", "an entry of the index", f"none, but it is in {tensor.file}"))
+    return problems
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
+    except OSError as error:
+        raise CheckpointError([Problem(path.name, "a readable file", error.strerror or str(error))]) from None
+    except RecursionError:
+        raise CheckpointError([Problem(path.name, "JSON", "JSON nested too deeply to read")]) from None
+    except ValueError as error:
+        raise CheckpointError([Problem(path.name, "JSON", f"text that cannot be read ({error})")]) from None
+    if not isinstance(content, dict):
+        raise CheckpointError([Problem(path.name, "a JSON object", f"a {type(content).__name__}")])
+    return content
+
+
+def _find_quantization(
+    root: Path, config: dict[str, Any] | None, quant_config: Path | None
+) -> tuple[dict[str, Any] | None, str]:
+    if quant_config is not None:
+        return hf_config.from_quant_file(_read_json(quant_config)), str(quant_config.name)
+    found = hf_config.section_of(config)[0] if config is not None else None
+    names = () if found is not None else [name for name, _ in hf_config.QUANT_FILES if (root / name).is_file()]
+    return hf_config.find_quantization(config, {name: _read_json(root / name) for name in names})
+
+
+def _side_files(root: Path) -> tuple[str, ...]:
+    return tuple(
+        sorted(
+            entry.name
+            for entry in root.iterdir()
+            if entry.is_file()
+            and not entry.name.startswith(".")
+            and entry.suffix not in _WEIGHT_SUFFIXES
+            and not entry.name.endswith(".index.json")
+            and entry.name != "config.json"
+        )
+    )
+
+
+class Payload:
+    """Reads tensors' bytes; safe to call from several threads, and keeps few files open however many shards."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._files = {file.name: file for file in checkpoint.files}
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._users: dict[str, int] = {}
+
+    def __enter__(self) -> Payload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every file; the object can be used again afterwards."""
+        with self._lock:
+            while self._open:
+                os.close(self._open.popitem()[1])
+            self._users.clear()
+
+    def read_into(self, name: str, buffer: memoryview, start: int = 0) -> None:
+        """Fill `buffer` with the bytes of tensor `name` from byte `start` on.
+
+        Raises CheckpointError when the file is not what it was when its header was read, ValueError when the range
+        is not inside the tensor.
+        """
+        tensor = self._checkpoint.tensors[name]
+        view = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
+        if start < 0 or start + len(view) > tensor.nbytes:
+            raise ValueError(f"{name}: bytes {start} to {start + len(view)} of {tensor.nbytes}")
+        with self._descriptor(tensor) as descriptor:
+            offset = tensor.offset + start
+            while len(view):
+                count = os.preadv(descriptor, [view], offset)
+                if count == 0:
+                    raise self._changed(tensor, f"it ends at byte {offset}")
+                view = view[count:]
+                offset += count
+
+    @contextmanager
+    def _descriptor(self, tensor: TensorHeader) -> Iterator[int]:
+        with self._lock:
+            descriptor = self._open.get(tensor.file)
+            if descriptor is None:
+                self._make_room()
+                descriptor = self._open_file(tensor)
+                self._open[tensor.file] = descriptor
+            self._open.move_to_end(tensor.file)
+            self._users[tensor.file] = self._users.get(tensor.file, 0) + 1
+        try:
+            self._check_unchanged(tensor, descriptor)
+            yield descriptor
+        finally:
+            with self._lock:
+                self._users[tensor.file] = self._users.get(tensor.file, 1) - 1
+
+    def _make_room(self) -> None:
+        if len(self._open) < _MAX_OPEN_FILES:
+            return
+        for file in [file for file in self._open if not self._users.get(file)]:
+            os.close(self._open.pop(file))
+            if len(self._open) < _MAX_OPEN_FILES:
+                return
+
+    def _open_file(self, tensor: TensorHeader) -> int:
+        try:
+            return os.open(self._checkpoint.root / tensor.file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._changed(tensor, error.strerror or str(error)) from None
+
+    def _check_unchanged(self, tensor: TensorHeader, descriptor: int) -> None:
+        state = os.fstat(descriptor)
+        known = self._files[tensor.file]
+        if (state.st_size, state.st_mtime_ns, state.st_ino) != (known.size, known.mtime_ns, known.inode):
+            raise self._changed(tensor, f"a changed file of {state.st_size} bytes")
+
+    def _changed(self, tensor: TensorHeader, found: str) -> CheckpointError:
+        known = self._files[tensor.file]
+        expected = f"the file of {known.size} bytes whose header was read"
+        hint = "start again once nothing writes to the source"
+        return CheckpointError([Problem(f"{tensor.file}: tensor {tensor.name}", expected, found, hint)])
