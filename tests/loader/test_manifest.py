@@ -223,12 +223,7 @@ def test_every_field_of_the_document_is_required() -> None:
         found = []
         for key, value in node.items():
             found.append((*prefix, key))
-            if isinstance(value, dict) and key not in (
-                "source_schema",
-                "weight_schema",
-                "input_schema",
-                "slicing",
-            ):
+            if isinstance(value, dict) and key not in opaque:
                 found.extend(paths(value, (*prefix, key)))
         return found
 

@@ -1,0 +1,164 @@
+"""Write one experts file: payload at known offsets while it is hashed, header last, then fsync and rename.
+
+Until `finish()` returns there is no file under the final name, so a file that exists is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from humming_convert.errors import OutputError
+from humming_convert.files import BackgroundHash, TempFile
+from humming_loader.dtypes import dtype_info, tensor_nbytes
+
+# Pages, so that a reader may bypass the page cache; safetensors itself asks for 8.
+PAYLOAD_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to write: its name, safetensors dtype code and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return tensor_nbytes(self.dtype, self.shape, self.name)
+
+
+def storage_order(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Widest elements first, else as given: each tensor then begins at a multiple of its element size."""
+    return sorted(tensors, key=lambda spec: -dtype_info(spec.dtype, spec.name).bits)
+
+
+def offsets_of(ordered: Sequence[TensorSpec]) -> dict[str, tuple[int, int]]:
+    """Begin and end of each tensor in the payload, one after the other without gaps."""
+    offsets: dict[str, tuple[int, int]] = {}
+    position = 0
+    for spec in ordered:
+        offsets[spec.name] = (position, position + spec.nbytes)
+        position += spec.nbytes
+    return offsets
+
+
+def header_bytes(ordered: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The JSON header of a safetensors file, without its length and padding."""
+    offsets = offsets_of(ordered)
+    document: dict[str, object] = {"__metadata__": dict(metadata)}
+    for spec in ordered:
+        begin, end = offsets[spec.name]
+        document[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def metadata_size(metadata: Mapping[str, str]) -> int:
+    """Bytes that `metadata` takes in a header: what `ExpertsFileWriter` must be told to reserve."""
+    return len(header_bytes([], metadata)) - len(header_bytes([], {}))
+
+
+class ExpertsFileWriter:
+    """A safetensors file whose tensors grow chunk by chunk, several at a time.
+
+    `metadata_reserve` is `metadata_size()` of the metadata that `finish` will be given, or more. Use it as a
+    context manager: leaving it without `finish` removes what was written. One thread at a time may call it.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec], metadata_reserve: int) -> None:
+        names = [spec.name for spec in tensors]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise OutputError(f"{path}: tensor named twice: {', '.join(repeated)}")
+        self.path = path
+        self._ordered = storage_order(tensors)
+        self._offsets = offsets_of(self._ordered)
+        header = 8 + len(header_bytes(self._ordered, {})) + metadata_reserve
+        self._payload = -(-header // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+        self._written = dict.fromkeys(names, 0)
+        self._digests = {name: hashlib.sha256() for name in names}
+        self._file = TempFile(path)
+        self._hash = BackgroundHash()
+        self._finished = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file, once finished."""
+        return self._payload + sum(spec.nbytes for spec in self._ordered)
+
+    def write(self, name: str, data: memoryview | bytes | bytearray) -> None:
+        """Append the next bytes of tensor `name`. The buffer must not change until `finish` has returned.
+
+        Raises OutputError for an unknown name, for more bytes than the tensor has, and when the disk fails.
+        """
+        self._require_open()
+        if name not in self._offsets:
+            raise OutputError(f"{self.path}: tensor {name!r} is not one of the file's")
+        view = memoryview(data)
+        # A view with a zero in its shape cannot be cast.
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+        begin, end = self._offsets[name]
+        position = begin + self._written[name]
+        if position + view.nbytes > end:
+            raise OutputError(
+                f"{self.path}: tensor {name!r} has {end - begin} bytes, "
+                f"{self._written[name]} were written and {view.nbytes} more came"
+            )
+        self._hash.update(self._digests[name], view)
+        self._file.write_at(view, self._payload + position)
+        self._written[name] += view.nbytes
+
+    def digests(self) -> dict[str, str]:
+        """The sha256 of each tensor by name. Raises OutputError when a tensor is not complete."""
+        missing = [
+            f"{spec.name} has {self._written[spec.name]} of {spec.nbytes} bytes"
+            for spec in self._ordered
+            if self._written[spec.name] != spec.nbytes
+        ]
+        if missing:
+            raise OutputError(f"{self.path}: not complete: {'; '.join(missing)}")
+        self._hash.wait()
+        return {name: digest.hexdigest() for name, digest in self._digests.items()}
+
+    def finish(self, metadata: Mapping[str, str]) -> dict[str, str]:
+        """Write the header with `metadata` as its `__metadata__`, flush and rename; the same as `digests()`.
+
+        Raises OutputError when a tensor is not complete, the metadata does not fit, or the disk fails.
+        """
+        self._require_open()
+        digests = self.digests()
+        header = header_bytes(self._ordered, metadata)
+        space = self._payload - 8
+        if len(header) > space:
+            raise OutputError(f"{self.path}: the header takes {len(header)} bytes, {space} were reserved")
+        self._file.write_at(memoryview(space.to_bytes(8, "little") + header.ljust(space)), 0)
+        self._file.commit()
+        self._finished = True
+        self._hash.close()
+        return digests
+
+    def abort(self) -> None:
+        """Remove what was written; nothing happens after `finish`."""
+        if not self._finished:
+            self._hash.close()
+            self._file.abort()
+            self._finished = True
+
+    def _require_open(self) -> None:
+        if self._finished:
+            raise OutputError(f"{self.path}: the file was finished already")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
