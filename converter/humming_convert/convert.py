@@ -18,9 +18,10 @@ from humming_convert.activation import input_schema_for
 from humming_convert.gather import Gatherer, chunks_of
 from humming_convert.kernel_format import SublayerConverter
 from humming_convert.plan import LayerPlan, StackedTensor, SublayerPlan
+from humming_convert.source import TensorHeader
 from humming_convert.target import Target
+from humming_loader.dtypes import tensor_nbytes
 
-Progress = Callable[[int], None]
 Result = TypeVar("Result")
 
 CPU_CHUNK_BYTES = 8 << 20
@@ -129,12 +130,13 @@ def begin_sublayer(plan: SublayerPlan, layer: LayerPlan, gatherer: Gatherer, set
 
 def weight_bytes(weight: StackedTensor) -> int:
     """Bytes of the stacked weight, all experts."""
-    from humming_loader.dtypes import dtype_info
+    return tensor_nbytes(weight.dtype, weight.shape, weight.name)
 
-    count = 1
-    for extent in weight.shape:
-        count *= extent
-    return count * dtype_info(weight.dtype, weight.name).bits // 8
+
+def source_bytes_of(plan: SublayerPlan, headers: Mapping[str, TensorHeader]) -> int:
+    """Bytes that the sublayer's tensors take in the source."""
+    used = {part.source for tensor in (*plan.tensors, *plan.input_tensors) for part in tensor.parts}
+    return sum(headers[name].nbytes for name in used.union(plan.unused))
 
 
 def final_shapes(run: SublayerRun, experts: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:

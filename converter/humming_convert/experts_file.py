@@ -1,0 +1,134 @@
+"""One MoE layer as one experts file: its tensors, its entry in the manifest, and the same entry in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from humming_convert.convert import Setting, SublayerRun, begin_sublayer, final_shapes, source_bytes_of
+from humming_convert.gather import Gatherer
+from humming_convert.kernel_format import fingerprint, layer_config_to_str, probe_digest, schema_to_dict
+from humming_convert.plan import LayerPlan
+from humming_convert.progress import ByteProgress
+from humming_convert.slicing_rules import slicing_rules
+from humming_convert.writer import ExpertsFileWriter, TensorSpec, metadata_size
+from humming_loader._version import __version__
+from humming_loader.dtypes import code_of_torch_dtype, tensor_nbytes
+from humming_loader.entries import LayerEntry, SublayerEntry, TensorEntry
+from humming_loader.fingerprint import Fingerprint
+from humming_loader.manifest import layer_metadata, stored_name
+
+UNKNOWN_DIGEST = "0" * 64
+
+
+def file_name(number: int, count: int) -> str:
+    """Path in the output folder of the `number`-th of `count` layers. Tensor names never become paths."""
+    return f"humming/experts-{number:05d}-of-{count:05d}.safetensors"
+
+
+def packed_bytes(layers: Mapping[str, LayerEntry]) -> int:
+    """Bytes of all packed tensors."""
+    return sum(
+        tensor_nbytes(tensor.dtype, tensor.shape, tensor.name)
+        for layer in layers.values()
+        for sublayer in layer.sublayers.values()
+        for tensor in sublayer.tensors.values()
+    )
+
+
+def write_layer(
+    layer: LayerPlan, gatherer: Gatherer, setting: Setting, path: Path, name: str, progress: ByteProgress
+) -> LayerEntry:
+    """Convert `layer` into the file `path`, called `name` in the manifest; the layer's entry.
+
+    Raises CheckpointError, UnsupportedError or OutputError; then there is no file.
+    """
+    runs = [begin_sublayer(sublayer, layer, gatherer, setting) for sublayer in layer.sublayers]
+    entry = _entry(layer, runs, setting, name)
+    specs = [
+        TensorSpec(tensor.name, tensor.dtype, tensor.shape)
+        for sublayer in entry.sublayers.values()
+        for tensor in sublayer.tensors.values()
+    ]
+    reserve = metadata_size(layer_metadata({layer.layer_name: entry}, __version__))
+    with ExpertsFileWriter(path, specs, reserve) as writer:
+        for run in runs:
+            _write_sublayer(layer, run, writer, progress)
+        whole = _with_digests(entry, writer.digests())
+        writer.finish(layer_metadata({layer.layer_name: whole}, __version__))
+    return whole
+
+
+def _write_sublayer(
+    layer: LayerPlan, run: SublayerRun, writer: ExpertsFileWriter, progress: ByteProgress
+) -> None:
+    share = source_bytes_of(run.plan, run.gatherer.checkpoint.tensors)
+    done = 0
+    for number, packed in enumerate(run.results(), 1):
+        for key, value in packed.items():
+            writer.write(stored_name(layer.layer_name, run.plan.name, key), as_bytes(value))
+        reached = share * number // len(run.chunks)
+        progress.advance(reached - done)
+        done = reached
+    for key, value in run.converter.common().items():
+        writer.write(stored_name(layer.layer_name, run.plan.name, key), as_bytes(value.cpu()))
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, whatever its dtype; nothing is cast."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+
+
+def _entry(layer: LayerPlan, runs: list[SublayerRun], setting: Setting, name: str) -> LayerEntry:
+    return LayerEntry(
+        family=layer.family,
+        num_experts=layer.num_experts,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        activation_function=layer.activation_function,
+        is_gated=layer.is_gated,
+        gate_up="interleaved" if layer.is_interleaved else "split",
+        has_bias=layer.has_bias,
+        format=" + ".join(sorted({sublayer.format for sublayer in layer.sublayers})),
+        sublayers={run.plan.name: _sublayer_entry(layer, run, setting, name) for run in runs},
+    )
+
+
+def _sublayer_entry(layer: LayerPlan, run: SublayerRun, setting: Setting, name: str) -> SublayerEntry:
+    tensors = {}
+    for key, (dtype, shape) in final_shapes(run, layer.num_experts).items():
+        stored = stored_name(layer.layer_name, run.plan.name, key)
+        code = code_of_torch_dtype(dtype, stored)
+        tensors[key] = TensorEntry(name, stored, code, shape, UNKNOWN_DIGEST)
+    converter = run.converter
+    has_input = converter.input_schema is not None and converter.config.a_dtype.num_bits != 16
+    return SublayerEntry(
+        tensors=tensors,
+        shape_n=run.plan.shape_n,
+        shape_k=run.plan.shape_k,
+        shape_n_stacks=run.plan.shape_n_stacks,
+        source_schema=run.plan.source_schema,
+        source_input_schema=run.plan.input_schema,
+        weight_schema=schema_to_dict(converter.weight_schema),
+        input_schema=schema_to_dict(converter.input_schema) if has_input else None,
+        layer_config=layer_config_to_str(converter.config),
+        fingerprint=Fingerprint(fingerprint(converter.config, setting.target), probe_digest(converter)),
+        slicing=slicing_rules(run.plan.name, converter.config),
+    )
+
+
+def _with_digests(entry: LayerEntry, digests: Mapping[str, str]) -> LayerEntry:
+    sublayers = {
+        key: replace(
+            sublayer,
+            tensors={
+                name: replace(tensor, sha256=digests[tensor.name]) for name, tensor in sublayer.tensors.items()
+            },
+        )
+        for key, sublayer in entry.sublayers.items()
+    }
+    return replace(entry, sublayers=sublayers)
+

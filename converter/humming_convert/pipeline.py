@@ -1,0 +1,227 @@
+"""The one place that joins the stages: read headers, plan, convert layer by layer, copy the rest, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from humming_convert import experts_file, model_card
+from humming_convert.activation import input_schema_for
+from humming_convert.checks import check_expected
+from humming_convert.convert import Setting
+from humming_convert.errors import CheckpointError, ConvertError, Problem, UnsupportedError
+from humming_convert.gather import Gatherer
+from humming_convert.hf_config import converted_config
+from humming_convert.kernel_format import check_compatible, humming_version
+from humming_convert.options import ConvertOptions
+from humming_convert.output import OutputFolder
+from humming_convert.passthrough import copy_side_files, write_passthrough
+from humming_convert.plan import ConversionPlan
+from humming_convert.plan_build import build_plan
+from humming_convert.progress import ByteProgress, byte_progress
+from humming_convert.provenance import SourceHasher
+from humming_convert.source import Checkpoint, Payload, open_checkpoint
+from humming_convert.writer import TensorSpec
+from humming_loader._version import __version__
+from humming_loader.entries import (
+    FileEntry,
+    LayerEntry,
+    Manifest,
+    Passthrough,
+    Producer,
+    Source,
+    SourceFileEntry,
+    TargetEntry,
+)
+from humming_loader.manifest import FORMAT_VERSION, PRODUCER, to_json
+
+CARD = "README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What a conversion did: where, how much, how long."""
+
+    out: Path
+    layers: int
+    packed_bytes: int
+    source_bytes: int
+    passthrough_tensors: int
+    passthrough_bytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+    def text(self) -> str:
+        """A few lines for a terminal."""
+        rate = self.source_bytes / self.seconds / 1e6 if self.seconds else 0.0
+        lines = [f"note: {note}" for note in self.notes]
+        lines.append(
+            f"{self.out}: {self.layers} MoE layers packed ({self.packed_bytes / 1e6:.1f} MB), "
+            f"{self.passthrough_tensors} tensors passed through ({self.passthrough_bytes / 1e6:.1f} MB), "
+            f"{self.seconds:.1f} s, {rate:.0f} MB/s"
+        )
+        return "\n".join(lines)
+
+
+def convert_checkpoint(options: ConvertOptions) -> ConversionReport:
+    """Convert `options.source` into the new folder `options.out`.
+
+    Raises CheckpointError, UnsupportedError, NothingToConvertError or OutputError (all ConvertError) with every
+    problem found; then there is no OUT, or the one that was there before.
+    """
+    start = time.perf_counter()
+    checkpoint = open_checkpoint(options.source, options.quant_config)
+    plan = build_plan(checkpoint, activation=options.activation, dtype=options.dtype)
+    check_all_compatible(plan, options)
+    source_root = options.source if checkpoint.is_single_file else checkpoint.root
+    with OutputFolder(options.out, source_root=source_root, overwrite=options.overwrite) as folder:
+        total = sum(header.nbytes for header in checkpoint.tensors.values())
+        folder.require_space(total)
+        hashed = [file.name for file in checkpoint.files] if options.hash_source else []
+        with (
+            byte_progress("converting") as progress,
+            Payload(checkpoint) as payload,
+            SourceHasher(checkpoint.root, hashed) as hasher,
+        ):
+            progress.total(total)
+            layers = _convert_layers(plan, options, Gatherer(checkpoint, payload), folder, progress)
+            passed = _copy_tensors(plan, checkpoint, payload, folder, options, progress)
+            progress.label("hashing the source")
+            digests = hasher.result()
+        _refuse_changed_source(checkpoint)
+        side_files = _write_side_files(plan, checkpoint, folder, options)
+        manifest = _manifest(plan, checkpoint, options, layers, passed, side_files, digests)
+        folder.commit(to_json(manifest))
+    return ConversionReport(
+        out=options.out,
+        layers=len(layers),
+        packed_bytes=experts_file.packed_bytes(layers),
+        source_bytes=total,
+        passthrough_tensors=passed.tensors,
+        passthrough_bytes=passed.bytes,
+        seconds=time.perf_counter() - start,
+        notes=plan.notes,
+    )
+
+
+def check_all_compatible(plan: ConversionPlan, options: ConvertOptions) -> None:
+    """Raises UnsupportedError with every sublayer that Humming cannot take for this activation and target.
+
+    Nothing of the payload has been read by then.
+    """
+    problems: dict[str, Problem] = {}
+    for layer in plan.layers:
+        for sublayer in layer.sublayers:
+            try:
+                schema = input_schema_for(options.activation, sublayer.input_schema)
+                check_compatible(sublayer.weight_schema, schema, plan.param_dtype, options.target)
+            except UnsupportedError as error:
+                for problem in error.problems:
+                    # Every layer of one kind fails alike: one line says it.
+                    problems.setdefault(str(problem), problem)
+    if problems:
+        raise UnsupportedError(list(problems.values()))
+
+
+def _convert_layers(
+    plan: ConversionPlan, options: ConvertOptions, gatherer: Gatherer, folder: OutputFolder, progress: ByteProgress
+) -> dict[str, LayerEntry]:
+    entries: dict[str, LayerEntry] = {}
+    with ThreadPoolExecutor(options.workers, thread_name_prefix="convert") as pool:
+        setting = Setting(
+            target=options.target,
+            activation=options.activation,
+            param_dtype=plan.param_dtype,
+            device=options.device,
+            pool=pool,
+            workers=options.workers,
+        )
+        for number, layer in enumerate(plan.layers, 1):
+            progress.label(layer.layer_name)
+            problems = [
+                problem
+                for sublayer in layer.sublayers
+                for problem in check_expected(gatherer.checkpoint, gatherer.payload, sublayer)
+            ]
+            if problems:
+                raise CheckpointError(problems)
+            name = experts_file.file_name(number, len(plan.layers))
+            try:
+                entries[layer.layer_name] = experts_file.write_layer(
+                    layer, gatherer, setting, folder.path(name), name, progress
+                )
+            except ConvertError as error:
+                error.add_note(layer.layer_name)
+                raise
+    return entries
+
+
+def _copy_tensors(
+    plan: ConversionPlan,
+    checkpoint: Checkpoint,
+    payload: Payload,
+    folder: OutputFolder,
+    options: ConvertOptions,
+    progress: ByteProgress,
+) -> Passthrough:
+    progress.label("other tensors")
+    headers = [checkpoint.tensors[name] for name in plan.passthrough]
+    specs = [TensorSpec(header.name, header.dtype, header.shape) for header in headers]
+    return write_passthrough(
+        specs, payload, folder.path(""), max_shard_bytes=options.max_shard_bytes, progress=progress.advance
+    )
+
+
+def _refuse_changed_source(checkpoint: Checkpoint) -> None:
+    """The last look at the source: a file that changed since its header was read makes the output worthless."""
+    problems = []
+    for file in checkpoint.files:
+        state = (checkpoint.root / file.name).stat()
+        if (state.st_size, state.st_mtime_ns, state.st_ino) != (file.size, file.mtime_ns, file.inode):
+            hint = "start again once nothing writes to the source"
+            problems.append(Problem(file.name, "the file whose header was read", "a changed file", hint))
+    if problems:
+        raise CheckpointError(problems)
+
+
+def _write_side_files(
+    plan: ConversionPlan, checkpoint: Checkpoint, folder: OutputFolder, options: ConvertOptions
+) -> tuple[FileEntry, ...]:
+    if checkpoint.config is None:
+        return ()
+    kept = [name for name in checkpoint.side_files if name != CARD]
+    entries = list(copy_side_files(checkpoint.root, kept, folder.path("")))
+    config = converted_config(checkpoint.config, checkpoint.quantization)
+    entries.append(folder.write_text("config.json", model_card.to_text(config)))
+    entries.append(folder.write_text(CARD, model_card.render(plan, options)))
+    return tuple(entries)
+
+
+def _manifest(
+    plan: ConversionPlan,
+    checkpoint: Checkpoint,
+    options: ConvertOptions,
+    layers: Mapping[str, LayerEntry],
+    passed: Passthrough,
+    side_files: tuple[FileEntry, ...],
+    digests: Mapping[str, str],
+) -> Manifest:
+    files = tuple(SourceFileEntry(file.name, file.size, digests.get(file.name)) for file in checkpoint.files)
+    target = options.target
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        producer=Producer(PRODUCER, __version__),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        source=Source(plan.source, None, files),
+        target=TargetEntry(target.sm, target.cuda, target.is_ppu),
+        humming_version=humming_version(),
+        param_dtype=plan.param_dtype,
+        activation=options.activation,
+        layers=dict(layers),
+        passthrough=passed,
+        side_files=side_files,
+    )
