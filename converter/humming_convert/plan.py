@@ -56,6 +56,7 @@ class SublayerPlan:
     have no place in the kernel layout (weight_shape, g_idx, input scales when activations stay 16 bit).
     `source_schema` is the weight schema as the checkpoint states it; it differs from `weight_schema` only where steps
     change the form of a scale (a block scale expanded to rows), and quantization keys must be derived from it.
+    `expected` names unused integer tensors (weight_shape) whose values must be these when they are read.
     """
 
     name: str
@@ -70,6 +71,7 @@ class SublayerPlan:
     tensors: tuple[StackedTensor, ...]
     input_tensors: tuple[StackedTensor, ...] = ()
     unused: tuple[str, ...] = ()
+    expected: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

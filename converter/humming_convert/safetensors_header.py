@@ -57,7 +57,9 @@ def read_header(path: Path, name: str) -> FileHeader:
         text = _header_bytes(file.read(8), size, name)
         raw = file.read(text)
     if len(raw) != text:
-        raise _fault(name, f"a header of {text} bytes", f"{len(raw)} bytes", "the file is truncated: fetch it again")
+        raise _fault(
+            name, f"a header of {text} bytes", f"{len(raw)} bytes", "the file is truncated: fetch it again"
+        )
     entries = _parse_json(raw, name)
     metadata = _parse_metadata(entries.pop("__metadata__", {}), name)
     tensors = _parse_entries(entries, name, 8 + text, size)
@@ -123,7 +125,9 @@ def _parse_json(raw: bytes, name: str) -> dict[str, Any]:
         raise _fault(name, "a JSON header of two levels", "one nested too deeply to read") from None
     except ValueError as error:
         # UnicodeDecodeError and JSONDecodeError are both ValueErrors.
-        raise _fault(name, "a JSON header", f"one that cannot be read ({error})", "fetch the file again") from None
+        raise _fault(
+            name, "a JSON header", f"one that cannot be read ({error})", "fetch the file again"
+        ) from None
     if not isinstance(entries, dict):
         raise _fault(name, "a JSON object as header", f"a {type(entries).__name__}")
     return entries
@@ -151,7 +155,11 @@ def _parse_entries(entries: dict[str, Any], file: str, base: int, size: int) -> 
             raise _fault(f"{file}: tensor {tensor.name}", f"data at offset {position - base}", found)
         position += tensor.nbytes
     if position != size:
-        hint = "the file is truncated: fetch it again" if position > size else "the file has bytes that no tensor owns"
+        hint = (
+            "the file is truncated: fetch it again"
+            if position > size
+            else "the file has bytes that no tensor owns"
+        )
         raise _fault(file, f"{position} bytes, as its header says", f"{size} bytes", hint)
     return tuple(tensors)
 

@@ -105,7 +105,9 @@ def _list_weight_files(root: Path) -> tuple[tuple[str, ...], dict[str, str] | No
     strays = [name for name in present if name not in names]
     if strays:
         hint = f"move away what is not part of the model, or fetch the {index_name} that belongs to it"
-        raise CheckpointError([Problem(name, f"to be named by {index_name}", "no entry", hint) for name in strays])
+        raise CheckpointError(
+            [Problem(name, f"to be named by {index_name}", "no entry", hint) for name in strays]
+        )
     return tuple(names), weight_map
 
 
@@ -154,7 +156,9 @@ def _compare_index(weight_map: dict[str, str], tensors: dict[str, TensorHeader])
             problems.append(Problem(f"tensor {name}", f"it in {file}, as the index says", found))
     for name, tensor in tensors.items():
         if name not in weight_map:
-            problems.append(Problem(f"tensor {name}", "an entry of the index", f"none, but it is in {tensor.file}"))
+            problems.append(
+                Problem(f"tensor {name}", "an entry of the index", f"none, but it is in {tensor.file}")
+            )
     return problems
 
 
@@ -178,7 +182,9 @@ def _find_quantization(
     if quant_config is not None:
         return hf_config.from_quant_file(_read_json(quant_config)), str(quant_config.name)
     found = hf_config.section_of(config)[0] if config is not None else None
-    names = () if found is not None else [name for name, _ in hf_config.QUANT_FILES if (root / name).is_file()]
+    names = (
+        () if found is not None else [name for name, _ in hf_config.QUANT_FILES if (root / name).is_file()]
+    )
     return hf_config.find_quantization(config, {name: _read_json(root / name) for name in names})
 
 

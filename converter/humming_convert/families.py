@@ -1,0 +1,190 @@
+"""Model families as rows of one table, and the names that experts' tensors go by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Config = dict[str, Any]
+
+# What quantizers and modelling code call the three projections; any of them may occur in any family, because
+# quantizers rename (llm-compressor and auto-round write gate/up/down into a Mixtral that had w1/w3/w2).
+PROJECTION_ALIASES: dict[str, str] = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+    "wgate": "gate",
+    "linear": "gate",
+    "linear_v": "up",
+    "linear_1": "down",
+}
+FUSED_PROJECTIONS: dict[str, str] = {"gate_up_proj": "gate_up", "down_proj": "down"}
+
+
+def _field(config: Config, name: str, default: int) -> int:
+    value = config.get(name, default)
+    return value if type(value) is int else default
+
+
+def every_layer(config: Config, layer: int) -> bool:
+    """All layers hold experts."""
+    return True
+
+
+def sparse_step_layers(config: Config, layer: int) -> bool:
+    """Qwen's rule: every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
+    dense = config.get("mlp_only_layers") or []
+    return layer not in dense and (layer + 1) % max(1, _field(config, "decoder_sparse_step", 1)) == 0
+
+
+def layers_after_dense(config: Config, layer: int) -> bool:
+    """DeepSeek's rule: from `first_k_dense_replace` on, every `moe_layer_freq`-th layer."""
+    return (
+        layer >= _field(config, "first_k_dense_replace", 0)
+        and layer % max(1, _field(config, "moe_layer_freq", 1)) == 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row: which config fields give E, H and I, which layers hold experts, and where they hang.
+
+    `parents` are the modules between `layers.N.` and `.experts.`; `activation_function` is what vLLM calls it,
+    `is_interleaved` says that a fused gate_up tensor alternates gate and up rows.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    experts_fields: tuple[str, ...]
+    intermediate_field: str
+    is_moe_layer: Callable[[Config, int], bool]
+    parents: tuple[str, ...] = ("mlp",)
+    hidden_field: str = "hidden_size"
+    prefixes: tuple[str, ...] = ("model.", "")
+    activation_function: str = "silu"
+    is_interleaved: bool = False
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="mixtral",
+        model_types=("mixtral",),
+        experts_fields=("num_local_experts",),
+        intermediate_field="intermediate_size",
+        is_moe_layer=every_layer,
+        parents=("block_sparse_moe",),
+    ),
+    Family(
+        name="qwen2_moe",
+        model_types=("qwen2_moe",),
+        experts_fields=("num_experts", "num_local_experts"),
+        intermediate_field="moe_intermediate_size",
+        is_moe_layer=sparse_step_layers,
+    ),
+    Family(
+        name="qwen3_moe",
+        model_types=("qwen3_moe",),
+        # transformers 5 renames num_experts to num_local_experts when it saves.
+        experts_fields=("num_experts", "num_local_experts"),
+        intermediate_field="moe_intermediate_size",
+        is_moe_layer=sparse_step_layers,
+    ),
+    Family(
+        name="deepseek_v2",
+        model_types=("deepseek_v2",),
+        experts_fields=("n_routed_experts", "num_local_experts"),
+        intermediate_field="moe_intermediate_size",
+        is_moe_layer=layers_after_dense,
+    ),
+    Family(
+        name="deepseek_v3",
+        model_types=("deepseek_v3",),
+        experts_fields=("n_routed_experts", "num_local_experts"),
+        intermediate_field="moe_intermediate_size",
+        is_moe_layer=layers_after_dense,
+    ),
+    Family(
+        name="glm4_moe",
+        model_types=("glm4_moe",),
+        experts_fields=("n_routed_experts", "num_local_experts"),
+        intermediate_field="moe_intermediate_size",
+        is_moe_layer=layers_after_dense,
+    ),
+    Family(
+        name="gpt_oss",
+        model_types=("gpt_oss",),
+        experts_fields=("num_local_experts",),
+        intermediate_field="intermediate_size",
+        is_moe_layer=every_layer,
+        activation_function="swigluoai",
+        is_interleaved=True,
+    ),
+)
+
+BY_MODEL_TYPE: dict[str, Family] = {model_type: row for row in FAMILIES for model_type in row.model_types}
+
+
+class ExpertName(NamedTuple):
+    """An experts' tensor name in its parts; `expert` is None for a tensor that holds all experts.
+
+    `layer_name` is vLLM's name of the MoE layer, `layer` its number, `parameter` the tensor's own name
+    (`weight_scale`; empty for a fused weight without one).
+    """
+
+    layer_name: str
+    prefix: str
+    layer: int
+    parent: str
+    expert: int | None
+    projection: str
+    parameter: str
+
+
+_EXPERTS = r"(?P<name>(?P<prefix>(?:[\w.]+\.)?)layers\.(?P<layer>\d{1,6})\.(?P<parent>[\w.]+)\.experts)\."
+_PER_EXPERT = re.compile(_EXPERTS + r"(?P<expert>\d{1,6})\.(?P<projection>\w+)\.(?P<parameter>[\w.]+)")
+_FUSED = re.compile(_EXPERTS + r"(?P<projection>gate_up_proj|down_proj)(?:[._](?P<parameter>\w+))?")
+
+
+def parse_expert_name(name: str) -> ExpertName | None:
+    """The parts of an experts' tensor name of any family, None for every other tensor.
+
+    Shared experts are not routed experts, and have other names (`shared_experts`).
+    """
+    if ".experts." not in name:
+        return None
+    match = _PER_EXPERT.fullmatch(name)
+    if match is not None:
+        layer_name, prefix, layer, parent, expert, projection, parameter = match.groups()
+        alias = PROJECTION_ALIASES.get(projection)
+        if alias is None:
+            return None
+        return ExpertName(layer_name, prefix, int(layer), parent, int(expert), alias, parameter)
+    match = _FUSED.fullmatch(name)
+    if match is None:
+        return None
+    layer_name, prefix, layer, parent, projection, parameter = match.groups()
+    return ExpertName(
+        layer_name, prefix, int(layer), parent, None, FUSED_PROJECTIONS[projection], parameter or ""
+    )
+
+
+def family_from_names(names: list[str]) -> Family:
+    """The row for a file without config.json: told by how its experts and their neighbours are called.
+
+    Rows that cannot be told apart this way differ in nothing that the kernel layout depends on.
+    """
+    text = "\n".join(names)
+    if ".experts.gate_up_proj_blocks" in text:
+        return BY_MODEL_TYPE["gpt_oss"]
+    if ".block_sparse_moe.experts." in text:
+        return BY_MODEL_TYPE["mixtral"]
+    if ".mlp.shared_expert." in text:
+        return BY_MODEL_TYPE["qwen2_moe"]
+    if ".mlp.shared_experts." in text:
+        return BY_MODEL_TYPE["deepseek_v3"]
+    return BY_MODEL_TYPE["qwen3_moe"]

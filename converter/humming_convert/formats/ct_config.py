@@ -1,0 +1,156 @@
+"""Find the config group of compressed-tensors that describes a module, and read it into one strict object."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from humming_convert.families import PROJECTION_ALIASES
+from humming_convert.formats.base import Refused, Sublayer, broken, unsupported
+
+KNOWN_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)
+_STANDARD_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """One config group: `strategy` is tensor, channel, group, tensor_group or block; `group_size` 0 if it has none."""
+
+    format: str
+    type: str
+    num_bits: int
+    strategy: str
+    group_size: int
+    block: tuple[int, ...] | None
+    symmetric: bool
+    actorder: str | None
+    inputs: Mapping[str, Any] | None
+
+    def input_schema(self) -> dict[str, Any] | None:
+        """Humming's input schema for this group, None when activations are not quantized."""
+        if self.inputs is None:
+            return None
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.format,
+            "type": self.inputs.get("type", "int"),
+            "num_bits": self.inputs.get("num_bits", 8),
+            "dynamic": self.inputs.get("dynamic", False),
+            "group_size": self.inputs.get("group_size") or 0,
+            "symmetric": self.inputs.get("symmetric", True),
+        }
+
+    def has_static_input(self) -> bool:
+        """Whether the checkpoint stores a scale for the activations."""
+        return self.inputs is not None and self.inputs.get("dynamic", False) in (False, "local")
+
+
+def scheme_of(sublayer: Sublayer) -> Scheme | Refused:
+    """The scheme of the sublayer: that of the one group which all of its modules belong to."""
+    groups = sublayer.quantization.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        return broken(sublayer, "config_groups in the quantization config", f"{groups}")
+    found: dict[str | None, str] = {}
+    for module in sublayer.modules:
+        found.setdefault(_group_of(groups, module), module)
+    if None in found:
+        targets = sorted({str(target) for group in groups.values() for target in _targets(group)})
+        expected = f"a config group for {found[None]}"
+        return broken(sublayer, expected, f"only the targets {', '.join(targets)}")
+    if len(found) > 1:
+        named = ", ".join(f"{module} in {group}" for group, module in found.items())
+        return unsupported(sublayer, "one config group for all experts of a layer", named)
+    name = next(iter(found))
+    return _parse_group(sublayer, str(name), groups[str(name)])
+
+
+def _targets(group: object) -> Iterable[str]:
+    targets = group.get("targets") if isinstance(group, dict) else None
+    return [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+
+
+def _group_of(groups: Mapping[str, Any], module: str) -> str | None:
+    """A name or pattern that fits the module goes before the class name `Linear`, as in compressed-tensors."""
+    for candidate in (module, *_other_names(module)):
+        for name, group in groups.items():
+            if any(_fits(target, candidate) for target in _targets(group)):
+                return name
+    return next((name for name, group in groups.items() if "Linear" in _targets(group)), None)
+
+
+def _other_names(module: str) -> Iterable[str]:
+    """The module as it was called while it was quantized: transformers knows `mlp` and gate/up/down only."""
+    head, _, leaf = module.rpartition(".")
+    standard = _STANDARD_NAMES[PROJECTION_ALIASES[leaf]] if leaf in PROJECTION_ALIASES else leaf
+    if standard != leaf:
+        yield f"{head}.{standard}"
+    if ".block_sparse_moe." in head:
+        yield f"{head.replace('.block_sparse_moe.', '.mlp.')}.{standard}"
+
+
+def _fits(target: str, module: str) -> bool:
+    if not target.startswith("re:"):
+        return target == module
+    pattern = _compiled(target[3:])
+    return pattern is not None and pattern.match(module) is not None
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(pattern)
+    except re.error:
+        return None
+
+
+def _parse_group(sublayer: Sublayer, name: str, group: Mapping[str, Any]) -> Scheme | Refused:
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        return broken(sublayer, f"weights in config group {name}", f"{weights}")
+    text = str(group.get("format") or sublayer.quantization.get("format") or "")
+    if text not in KNOWN_FORMATS:
+        known = ", ".join(KNOWN_FORMATS)
+        return unsupported(sublayer, f"a compressed-tensors format among {known}", repr(text))
+    bits, group_size = weights.get("num_bits"), weights.get("group_size")
+    if type(bits) is not int or not 1 <= bits <= 16:
+        return broken(sublayer, f"num_bits in config group {name}", f"{bits}")
+    if group_size is not None and type(group_size) is not int:
+        return broken(sublayer, f"a whole group_size in config group {name}", f"{group_size}")
+    strategy = weights.get("strategy") or _strategy_of(group_size)
+    if strategy == "group" and group_size == -1:
+        strategy = "channel"
+    actorder = weights.get("actorder")
+    if actorder not in (None, "weight", "static"):
+        hint = "Humming's kernels have no g_idx: quantize again with actorder None, weight or static"
+        return unsupported(sublayer, "weights in the order of their columns", f"actorder {actorder!r}", hint)
+    if weights.get("dynamic"):
+        return unsupported(sublayer, "weights quantized in the file", "dynamic weights")
+    inputs = group.get("input_activations")
+    block = weights.get("block_structure")
+    return Scheme(
+        format=text,
+        type=str(weights.get("type", "int")),
+        num_bits=bits,
+        strategy=str(strategy),
+        group_size=group_size if strategy in ("group", "tensor_group") and group_size else 0,
+        block=tuple(block) if isinstance(block, list) else None,
+        symmetric=weights.get("symmetric", True) is not False,
+        actorder=actorder,
+        inputs=inputs if isinstance(inputs, dict) else None,
+    )
+
+
+def _strategy_of(group_size: int | None) -> str:
+    if group_size is None:
+        return "tensor"
+    return "group" if group_size > 0 else "channel"

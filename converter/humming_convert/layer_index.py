@@ -1,0 +1,152 @@
+"""Sort a checkpoint's tensors into MoE layers by name, and check that each layer is whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from humming_convert.errors import Problem
+from humming_convert.families import ExpertName, Family, parse_expert_name
+from humming_convert.formats.base import Facts
+from humming_convert.source import TensorHeader
+
+# Which projections make up which sublayer, in the order in which they are stacked.
+SUBLAYERS: dict[str, tuple[str, ...]] = {"w13": ("gate", "up"), "w2": ("down",)}
+FUSED_SUBLAYERS: dict[str, tuple[str, ...]] = {"w13": ("gate_up",), "w2": ("down",)}
+_SAFE_NUMBER_OF_EXPERTS = 65_536
+
+
+@dataclass(slots=True)
+class LayerTensors:
+    """The experts' tensors of one MoE layer: `headers[expert, projection][parameter]`; expert None means all."""
+
+    name: ExpertName
+    headers: dict[tuple[int | None, str], dict[str, TensorHeader]] = field(default_factory=dict)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one tensor holds all experts."""
+        return any(expert is None for expert, _ in self.headers)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some tensors hold all experts and others one."""
+        return self.is_fused and any(expert is not None for expert, _ in self.headers)
+
+    def experts(self) -> list[int]:
+        """The numbers of the experts that have a tensor of their own, in order."""
+        return sorted({expert for expert, _ in self.headers if expert is not None})
+
+    def tensors(self) -> Iterable[TensorHeader]:
+        """Every tensor of the layer."""
+        return (header for parameters in self.headers.values() for header in parameters.values())
+
+    def facts(self, projection: str) -> dict[str, Facts]:
+        """dtype and shape of each parameter of a projection: those of most experts, where they differ."""
+        counts: dict[str, Counter[Facts]] = {}
+        for (_, name), parameters in self.headers.items():
+            if name == projection:
+                for parameter, header in parameters.items():
+                    counts.setdefault(parameter, Counter())[Facts(header.dtype, header.shape)] += 1
+        return {parameter: counter.most_common(1)[0][0] for parameter, counter in counts.items()}
+
+    def is_quantized(self) -> bool:
+        """Whether any weight is stored in something else than a plain float."""
+        return any(
+            parameter in _COMPANIONS or header.dtype not in _PLAIN
+            for parameters in self.headers.values()
+            for parameter, header in parameters.items()
+        )
+
+
+_PLAIN = ("BF16", "F16", "F32", "F64")
+_COMPANIONS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "scales", "scale", "blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerIndex:
+    """MoE layers in order of number; `others` are tensors named `.experts.` that no pattern knows."""
+
+    layers: Mapping[str, LayerTensors]
+    others: tuple[str, ...]
+
+
+def index_layers(tensors: Mapping[str, TensorHeader], problems: list[Problem]) -> LayerIndex:
+    """One pass over all names. Two names for one projection of one expert are a problem."""
+    layers: dict[str, LayerTensors] = {}
+    others = []
+    for name, header in tensors.items():
+        if ".experts." not in name:
+            continue
+        parsed = parse_expert_name(name)
+        if parsed is None:
+            others.append(name)
+            continue
+        layer = layers.get(parsed.layer_name)
+        if layer is None:
+            layer = layers[parsed.layer_name] = LayerTensors(parsed)
+        parameters = layer.headers.setdefault((parsed.expert, parsed.projection), {})
+        other = parameters.setdefault(parsed.parameter, header)
+        if other is not header:
+            problems.append(Problem(f"tensor {name}", "one name for it", f"also {other.name}"))
+    ordered = sorted(layers.items(), key=lambda item: (item[1].name.layer, item[0]))
+    return LayerIndex(dict(ordered), tuple(others))
+
+
+def count_experts(layer: LayerTensors, told: int | None, problems: list[Problem]) -> int:
+    """E from the tensors; every expert 0..E-1 must be there, and the config must agree. 0 when there is no number."""
+    where = layer.name.layer_name
+    if layer.is_fused:
+        counts = {header.shape[0] if header.shape else 0 for header in layer.tensors()}
+        if len(counts) != 1:
+            problems.append(Problem(where, "fused tensors that hold as many experts", f"{sorted(counts)}"))
+            return 0
+        count = counts.pop()
+    else:
+        experts = layer.experts()
+        count = max(experts[-1] + 1, told or 0)
+        if count > _SAFE_NUMBER_OF_EXPERTS:
+            problems.append(
+                Problem(where, f"at most {_SAFE_NUMBER_OF_EXPERTS} experts", f"expert {experts[-1]}")
+            )
+            return 0
+        missing = sorted(set(range(count)) - set(experts))
+        if missing:
+            found = f"{len(experts)}: expert {shorten(missing)} missing"
+            problems.append(Problem(where, f"{count} experts", found, "fetch the missing shards"))
+            return 0
+    if told is not None and told != count:
+        problems.append(Problem(where, f"{told} experts, as config.json says", f"{count}"))
+        return 0
+    return count
+
+
+def check_layers_present(
+    family: Family, config: Mapping[str, object], found: Iterable[int], last: int, problems: list[Problem]
+) -> None:
+    """The layers below `last` that have experts must be the ones that config.json's fields say have them."""
+    present = {layer for layer in found if layer < last}
+    expected = {layer for layer in range(last) if family.is_moe_layer(dict(config), layer)}
+    missing, extra = sorted(expected - present), sorted(present - expected)
+    if missing:
+        problems.append(
+            Problem(
+                "experts",
+                f"those of layer {shorten(missing)}, as config.json says",
+                "none",
+                "fetch the missing shards",
+            )
+        )
+    if extra:
+        problems.append(
+            Problem(
+                "experts", "none in dense layers, as config.json says", f"those of layer {shorten(extra)}"
+            )
+        )
+
+
+def shorten(numbers: list[int], limit: int = 8) -> str:
+    """`1, 2, 3 and 5 more`."""
+    shown = ", ".join(str(number) for number in numbers[:limit])
+    return shown if len(numbers) <= limit else f"{shown} and {len(numbers) - limit} more"

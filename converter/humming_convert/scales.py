@@ -1,0 +1,35 @@
+"""Pure arithmetic on scales. The last axis is K (groups), the one before it N (rows); leading axes are free."""
+
+from __future__ import annotations
+
+import torch
+
+
+def view_as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The same bytes under another dtype of the same width (never a conversion)."""
+    return tensor.view(getattr(torch, dtype))
+
+
+def to_dtype(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The same values in another float dtype; only for plain F16, BF16 and F32 tensors."""
+    return tensor.to(getattr(torch, dtype))
+
+
+def e8m0_to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """Exponent bytes (bias 127) as the F32 numbers 2**(byte - 127), exactly; byte 255 is NaN.
+
+    Byte 0 means 2**-127, which is no normal F32 number, so its bits are not `byte << 23`.
+    """
+    code = tensor.view(torch.uint8).to(torch.int32)
+    bits = torch.where(code == 0, 0x00400000, code << 23)
+    return torch.where(code == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def expand_rows(tensor: torch.Tensor, block: int, rows: int) -> torch.Tensor:
+    """One scale row per block of `block` weight rows -> one per weight row: `[..., ceil(rows/block), G]` -> `[..., rows, G]`."""
+    return tensor.repeat_interleave(block, dim=-2)[..., :rows, :].contiguous()
+
+
+def regroup_columns(tensor: torch.Tensor, repeat: int, columns: int) -> torch.Tensor:
+    """Each scale column `repeat` times, cut to `columns`: the same scales for groups that are `repeat` times smaller."""
+    return tensor.repeat_interleave(repeat, dim=-1)[..., :columns].contiguous()

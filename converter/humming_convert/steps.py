@@ -1,0 +1,26 @@
+"""The registry of pure functions that a plan may name; each turns one source tensor into another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from humming_convert import repack, scales
+from humming_convert.plan import Step
+
+STEPS: dict[str, Callable[..., torch.Tensor]] = {
+    "view": scales.view_as,
+    "to_dtype": scales.to_dtype,
+    "e8m0_to_float32": scales.e8m0_to_float32,
+    "expand_rows": scales.expand_rows,
+    "regroup_columns": scales.regroup_columns,
+    "pack_int8_zero_point": repack.pack_int8_zero_point,
+}
+
+
+def apply(step: Step, tensor: torch.Tensor) -> torch.Tensor:
+    """The result of one step; never changes `tensor`. Raises KeyError for a step that does not exist."""
+    arguments: dict[str, Any] = dict(step.args)
+    return STEPS[step.name](tensor, **arguments)
