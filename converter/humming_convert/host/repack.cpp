@@ -1,0 +1,146 @@
+// The weight layout of Humming's kernels for every width, written for clarity; repack_avx2.cpp holds the common cases.
+//
+// A block of 64 rows (n) by 64 columns (k) belongs to 32 lanes. Lane 4 * r + q owns the rows congruent to r modulo 8 and,
+// of each run of 128 / A columns, the q-th run of 32 / A (A: activation bits). Its 128 codes are numbered by
+// (k pair, n half, n pair, n parity, k parity, column) and packed 32 at a time.
+
+#include "native.h"
+
+namespace humming_convert {
+namespace {
+
+constexpr int kLanes = 32;
+constexpr int kSlots = 128;
+
+int padded_width(int bits) {
+  int width = 1;
+  while (width < bits) width *= 2;
+  return width;
+}
+
+// Where the code of (8-row band, column) goes: slot * 32 + q.
+void fill_slots(const RepackArgs &a, uint16_t (*slots)[64]) {
+  const int run = 32 / a.activation_bits, bands = a.activation_bits * 4;
+  const int halves = 16 / a.activation_bits, pairs = a.activation_bits / 4;
+  for (int band = 0; band < 8; ++band) {
+    for (int column = 0; column < 64; ++column) {
+      const int j = column / (4 * run), q = column / run % 4, within = column % run;
+      int slot = j / 2;
+      slot = slot * halves + band * 8 / bands;
+      slot = slot * pairs + band * 8 % bands / 16;
+      slot = slot * 4 + (a.transpose_mini ? j % 2 * 2 + band % 2 : band % 2 * 2 + j % 2);
+      slots[band][column] = static_cast<uint16_t>((slot * run + within) * kLanes + q);
+    }
+  }
+}
+
+void load_block(const RepackArgs &a, const uint16_t (*slots)[64], int64_t expert, int64_t n0, int64_t k0, uint32_t *codes) {
+  const int64_t stride = a.packed ? a.k * a.bits / 32 : a.k;
+  const uint32_t mask = low_mask(a.bits), middle = 1u << (a.bits - 1);
+  const int64_t columns = a.k - k0 < 64 ? a.k - k0 : 64;
+  std::memset(codes, 0, kSlots * kLanes * sizeof(uint32_t));
+  for (int row = 0; row < 64; ++row) {
+    const uint32_t *source = a.weight + (expert * a.n + n0 + row) * stride;
+    const uint16_t *slot = slots[row / 8];
+    for (int column = 0; column < columns; ++column) {
+      uint32_t code = a.packed ? read_code(source, k0 + column, a.bits) : source[k0 + column] & mask;
+      if (a.source_kind != a.target_kind) code = convert_code(code, a.bits, a.source_kind, a.target_kind);
+      if (a.int2fp) {
+        // The kernel looks its zero point up once per 64 columns when a group is longer than that.
+        const int64_t group = k0 / a.zero_group + column / a.zero_group;
+        code = int2fp_code(code, a.zero_point ? zero_point_of(a, expert, n0 + row, group) : middle, a.bits);
+      }
+      codes[slot[column] + row % 8 * 4] = code;
+    }
+  }
+}
+
+// 32 slots as `width` words per lane, each field as wide as the next power of two.
+void pack_group(const RepackArgs &a, const uint32_t *codes, int group, uint32_t (*words)[kLanes]) {
+  const int width = padded_width(a.bits), fields = 32 / width;
+  const int run = 32 / a.activation_bits, columns = fields / run;
+  const uint32_t top = 1u << (a.bits - 1), low = top - 1;
+  for (int word = 0; word < width; ++word) {
+    std::memset(words[word], 0, sizeof(words[word]));
+    const uint32_t *base = codes + (group * 32 + word * fields) * kLanes;
+    for (int field = 0; field < fields; ++field) {
+      const int apart = a.native_dequant ? field : field % columns * run + field / columns;
+      const uint32_t *low_codes = base + (a.interleave % 2 ? apart : field) * kLanes;
+      const uint32_t *top_codes = base + (a.interleave / 2 ? apart : field) * kLanes;
+      for (int lane = 0; lane < kLanes; ++lane)
+        words[word][lane] |= ((low_codes[lane] & low) | (top_codes[lane] & top)) << (field * width);
+    }
+  }
+}
+
+// Widths that are no power of two: the spare bits of every field are filled from the top bits of the next word.
+void squeeze(int bits, const uint32_t (*words)[kLanes], uint32_t (*out)[kLanes]) {
+  const int width = padded_width(bits);
+  auto every_field = [width](uint32_t mask) {
+    for (int shift = width; shift < 32; shift *= 2) mask |= mask << shift;
+    return mask;
+  };
+  int word = 0, left = bits;  // left: how many low bits of words[word] are still to be placed
+  for (int output = 0; output < bits; ++output) {
+    std::memset(out[output], 0, sizeof(out[output]));
+    for (int at = 0; at < width;) {
+      const int take = left < width - at ? left : width - at;
+      const int first = left - take;
+      const uint32_t mask = every_field(low_mask(take) << first);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const uint32_t part = words[word][lane] & mask;
+        out[output][lane] |= at >= first ? part << (at - first) : part >> (first - at);
+      }
+      at += take;
+      left -= take;
+      if (left == 0) {
+        ++word;
+        left = bits;
+      }
+    }
+  }
+}
+
+void store_block(const RepackArgs &a, const uint32_t (*words)[kLanes], int64_t expert, int64_t n0, int64_t k0) {
+  const int bits = a.bits, halves = 16 / a.activation_bits;
+  const int64_t rows = a.packed_k ? 64 : 256 / a.activation_bits;
+  const int64_t stride = rows * a.n * bits / 32;
+  for (int i = 0; i < a.activation_bits / 4; ++i) {
+    if (k0 + i * (256 / a.activation_bits) >= a.k) break;
+    uint32_t *row = a.out + (expert * a.k + k0) / rows * stride + (a.packed_k ? 0 : i * stride);
+    for (int half = 0; half < halves; ++half) {
+      for (int word = 0; word < bits; ++word) {
+        const uint32_t *source = words[(i * halves + half) * bits + word];
+        int64_t at = rows * n0 * bits / 32 + half * 32 * bits + word;
+        if (a.packed_k) {
+          const int part = bits / 2;
+          at = (n0 / 16 + half * 2 + word / part) * (32 * bits) + i * part + word % part;
+        }
+        for (int lane = 0; lane < kLanes; ++lane) row[at + lane * bits] = source[lane];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void repack_generic(const RepackArgs &a) {
+  uint16_t slots[8][64];
+  uint32_t codes[kSlots * kLanes], wide[8][kLanes], words[32][kLanes];
+  fill_slots(a, slots);
+  const bool is_power_of_two = (a.bits & (a.bits - 1)) == 0;
+  for (int64_t expert = 0; expert < a.experts; ++expert) {
+    for (int64_t n0 = 0; n0 < a.n; n0 += 64) {
+      for (int64_t k0 = 0; k0 < a.k; k0 += 64) {
+        load_block(a, slots, expert, n0, k0, codes);
+        for (int group = 0; group < 4; ++group) {
+          pack_group(a, codes, group, is_power_of_two ? words + group * a.bits : wide);
+          if (!is_power_of_two) squeeze(a.bits, wide, words + group * a.bits);
+        }
+        store_block(a, words, expert, n0, k0);
+      }
+    }
+  }
+}
+
+}  // namespace humming_convert

@@ -1,0 +1,120 @@
+"""Run Humming's code with the weight left out, and give the weight's own steps back to run later, slice by slice.
+
+In a shadow run the weight is a tensor on the meta device: scales, zero points and every decision are made for real,
+for all experts at once, and the one call that lays the weight out is recorded instead of paid for. The same seams
+also spare real runs two copies of the weight that Humming makes for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from humming_convert.host import native
+
+Function = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Record:
+    """What a shadow run learned about the weight: the layout call and the scale offsets folded in before it."""
+
+    transform: Function | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    offsets: torch.Tensor | None = None
+
+
+_record: ContextVar[Record | None] = ContextVar("humming_convert_record", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Record]:
+    """Collect the weight's steps of the conversion that runs in this block, in this thread."""
+    record = Record()
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
+
+
+def _transform_weight(original: Function) -> Function:
+    def transform_humming_weight(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        record = _record.get()
+        if record is not None and weight.device.type == "meta":
+            if args or record.transform is not None:
+                raise ValueError("expected one layout call with named arguments for a sublayer")
+            record.transform, record.arguments = original, dict(kwargs)
+        return original(weight, *args, **kwargs)
+
+    return transform_humming_weight
+
+
+def _fold_scale(original: Function) -> Function:
+    def process_mxfp4_w4a8_weight(inputs: torch.Tensor, delta_scale_offsets: torch.Tensor, **kwargs: Any) -> Any:
+        record = _record.get()
+        if record is not None and inputs.device.type == "meta":
+            record.offsets = delta_scale_offsets
+        return original(inputs, delta_scale_offsets, **kwargs)
+
+    return process_mxfp4_w4a8_weight
+
+
+def _pad_tensors(original: Function) -> Function:
+    def check_and_pad_tensors(config: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        weight = tensors["weight"]
+        if config.pad_shape_n or config.pad_shape_k or config.use_fused_e8m0_scale or weight.device.type != "cpu":
+            return dict(original(config, tensors))
+        # Padding by nothing copies; only the weight's shape and dtype are looked at. (The fused case needs
+        # the copy: it is changed in place.)
+        return {**original(config, {**tensors, "weight": weight.to("meta")}), "weight": weight}
+
+    return check_and_pad_tensors
+
+
+def _awq_convert(original: Function) -> Function:
+    def _convert_humming(self: Any, tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        qweight = tensors["qweight"]
+        if self.bits != 4 or qweight.device.type != "cpu":
+            return original(self, tensors, *args, **kwargs)
+        schema, converted = original(self, {**tensors, "qweight": qweight.to("meta")}, *args, **kwargs)
+        weight = torch.empty(converted["weight"].shape, dtype=torch.int32)
+        native.awq_to_packed(qweight.contiguous(), weight)
+        return schema, {**converted, "weight": weight}
+
+    return _convert_humming
+
+
+def _fit_range(original: Function) -> Function:
+    def fit_fused_e8m0_scale_range(config: Any, config_kwargs: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
+        # A shadow run comes here only after `fits_fused_range` has said that no weight can change the answer.
+        if tensors["weight"].device.type == "meta":
+            return config
+        return original(config, config_kwargs, tensors)
+
+    return fit_fused_e8m0_scale_range
+
+
+def fits_fused_range(weight_scale: torch.Tensor, num_experts: int, max_range: int) -> bool:
+    """Whether every e8m0 scale `[E, N, groups]` lies within `max_range` binades of its expert's largest."""
+    codes = weight_scale.view(torch.uint8).reshape(num_experts, -1)
+    lowest, highest = torch.aminmax(codes, dim=-1)
+    return bool((highest.short() - lowest.short() <= max_range).all())
+
+
+def seams(modules: SimpleNamespace) -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, replacement) of this file's seams; `host.target` installs them after the operators'."""
+    transform = modules.transform
+    yield transform, "transform_humming_weight", _transform_weight(transform.transform_humming_weight)
+    yield transform, "check_and_pad_tensors", _pad_tensors(transform.check_and_pad_tensors)
+    yield modules.ops, "process_mxfp4_w4a8_weight", _fold_scale(modules.ops.process_mxfp4_w4a8_weight)
+    schema = modules.schema_awq.AWQWeightSchema
+    yield schema, "_convert_humming", _awq_convert(schema._convert_humming)
+    if hasattr(transform, "fit_fused_e8m0_scale_range"):
+        yield transform, "fit_fused_e8m0_scale_range", _fit_range(transform.fit_fused_e8m0_scale_range)

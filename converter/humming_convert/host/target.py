@@ -1,0 +1,200 @@
+"""Run Humming's own conversion code for a GPU that need not be there.
+
+Humming asks its current device about every layout question and hands the weights to operators that exist as CUDA
+kernels. `emulate` puts a stand-in at each of these seams and takes them all away after the last use. The seams are
+shared by all threads; what they answer is looked up per thread, so threads may convert for different targets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from humming_convert.errors import Problem, UnsupportedError
+from humming_convert.host import cpu, shadow
+from humming_convert.target import Target
+
+_MODULES = ("config", "config.config", "device", "dtypes", "ops", "schema", "schema.awq", "transform", "utils.device")
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """What this thread converts for, and whether its tensors are on a real GPU of that architecture."""
+
+    target: Target
+    on_gpu: bool
+
+
+_active: ContextVar[Emulation | None] = ContextVar("humming_convert_emulation", default=None)
+_lock = threading.Lock()
+_depth = 0
+_undo: list[Callable[[], None]] = []
+
+
+@functools.cache
+def humming() -> SimpleNamespace:
+    """Humming's modules, imported without the compile job that its import starts in the background.
+
+    Raises ImportError when humming-kernels is not installed.
+    """
+    name = "HUMMING_DISABLE_PARALLEL_BUILD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        modules = {module.replace(".", "_"): importlib.import_module(f"humming.{module}") for module in _MODULES}
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    return SimpleNamespace(**modules)
+
+
+@contextlib.contextmanager
+def emulate(target: Target, device: torch.device | None = None) -> Iterator[None]:
+    """Let Humming see `target` in this thread while the block runs; may be nested and used from several threads.
+
+    `device` is where the tensors are (default: a CPU). On a CUDA device Humming's own kernels run, so its
+    architecture must be the target's. Raises UnsupportedError when it is not.
+    """
+    on_gpu = device is not None and device.type == "cuda"
+    if on_gpu:
+        _check_gpu(target, device)
+    _install()
+    token = _active.set(Emulation(target, on_gpu))
+    try:
+        with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+            yield
+    finally:
+        _active.reset(token)
+        _remove()
+
+
+def _check_gpu(target: Target, device: torch.device | None) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major * 10 + minor != target.sm:
+        hint = "Humming's kernels run only on the GPU they are for: use --device cpu, which converts for any target"
+        raise UnsupportedError([Problem("device", f"a GPU of {target}", f"sm{major * 10 + minor}", hint)])
+
+
+class _StandIn:
+    """What `humming.device.current_device` holds: the target's answers, or the real device's outside an emulation."""
+
+    def __init__(self, real: object | None) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        emulation = _active.get()
+        if emulation is None or emulation.on_gpu:
+            if self._real is None:
+                self._real = humming().utils_device._get_device_info_extension()._DeviceInfo(-1)
+            return getattr(self._real, name)
+        target = emulation.target
+        answers = {
+            "index": -1,
+            "name": f"{target} (stand-in)",
+            "is_ppu": target.is_ppu,
+            "sm_version": target.sm,
+            "sm_major": target.sm // 10,
+            "sm_minor": target.sm % 10,
+        }
+        if name not in answers:
+            raise AttributeError(f"a stand-in for {target} cannot say its {name}")
+        return answers[name]
+
+
+def _is_emulating() -> bool:
+    emulation = _active.get()
+    return emulation is not None and not emulation.on_gpu
+
+
+def _device_info(original: Any, stand_in: _StandIn) -> Callable[..., Any]:
+    def device_info(index: Any = None) -> Any:
+        return stand_in if _is_emulating() else original(index)
+
+    return device_info
+
+
+def _compiler_version(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compiler_version(compiler: Any) -> Any:
+        emulation = _active.get()
+        return original(compiler) if emulation is None else emulation.target.cuda
+
+    return compiler_version
+
+
+def _cuda_device(original: Any) -> Callable[..., Any]:
+    def device(index: Any) -> Any:
+        return contextlib.nullcontext() if _is_emulating() else original(index)
+
+    return device
+
+
+def _tensor_cuda(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _is_emulating() else original(self, *args, **kwargs)
+
+    return cuda
+
+
+def _seams() -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, replacement) of everything that is replaced while an emulation runs."""
+    modules = humming()
+    current = modules.device.current_device
+    stand_in = _StandIn(current._value)
+    yield current, "_value", stand_in
+    yield modules.transform, "DeviceInfo", _device_info(modules.transform.DeviceInfo, stand_in)
+    version = modules.config_config._cuda_compiler_version
+    yield modules.config_config, "_cuda_compiler_version", _compiler_version(version)
+    yield torch.cuda, "device", _cuda_device(torch.cuda.device)
+    yield torch.Tensor, "cuda", _tensor_cuda(torch.Tensor.cuda)
+    for name in cpu.NAMES:
+        original = getattr(modules.ops, name, None)
+        if original is not None:
+            yield modules.ops, name, cpu.by_device(getattr(cpu, name), original)
+    for name in cpu.MISSING:
+        yield modules.ops, name, cpu.missing(name, getattr(modules.ops, name))
+    yield from shadow.seams(modules)
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    original = getattr(owner, name)
+    is_inherited = isinstance(owner, type) and name not in vars(owner)
+    setattr(owner, name, replacement)
+    _undo.append(functools.partial(delattr, owner, name) if is_inherited else functools.partial(setattr, owner, name, original))
+
+
+def _install() -> None:
+    global _depth
+    with _lock:
+        if _depth == 0:
+            try:
+                for owner, name, replacement in _seams():
+                    _replace(owner, name, replacement)
+            except BaseException:
+                _restore()
+                raise
+        _depth += 1
+
+
+def _remove() -> None:
+    global _depth
+    with _lock:
+        _depth -= 1
+        if _depth == 0:
+            _restore()
+
+
+def _restore() -> None:
+    while _undo:
+        _undo.pop()()

@@ -1,0 +1,136 @@
+"""What the tensors of one sublayer must be, checked by name before Humming sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from humming_convert.errors import Problem, UnsupportedError
+from humming_convert.target import Target
+
+WEIGHT_NAMES = ("weight", "weight_packed", "qweight")
+OPTIONAL = ("weight_shape",)  # compressed-tensors stores it, nothing reads it
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_SAME_BYTES = {torch.float8_e8m0fnu: torch.uint8, torch.uint8: torch.float8_e8m0fnu}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts that a refusal names."""
+
+    schema: Any
+    n: int
+    k: int
+    experts: int
+    target: Target
+
+    def __str__(self) -> str:
+        return f"{describe(self.schema)}, N {self.n} x K {self.k}, {self.experts} experts, {self.target}"
+
+
+def describe(schema: Any) -> str:
+    """A schema in a few words: its method, width and group."""
+    words = [schema.quant_method]
+    for name, text in (("format", "{}"), ("bits", "{} bits"), ("num_bits", "{} bits"), ("b_dtype", "{}")):
+        value = getattr(schema, name, None)
+        if value is not None:
+            words.append(text.format(value))
+    sizes = (("weight_block_size", "block"), ("block_structure", "block"), ("group_size", "group size"))
+    for name, text in (*sizes, ("weight_scale_group_size", "group size")):
+        value = getattr(schema, name, None)
+        if value:
+            words.append(f"{text} {value}")
+    return " ".join(words)
+
+
+@contextlib.contextmanager
+def explained(facts: Facts) -> Iterator[None]:
+    """Turn a refusal of Humming's own checks into UnsupportedError that names schema, shape and target."""
+    try:
+        yield
+    except UnsupportedError:
+        raise
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = str(error) or f"not ({frame.line})"
+        raise UnsupportedError([Problem(str(facts), "what Humming's conversion takes", reason)]) from error
+    except (RuntimeError, IndexError, ZeroDivisionError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = str(error).splitlines()[0]
+        raise UnsupportedError([Problem(str(facts), "a shape that Humming's conversion takes", reason)]) from error
+
+
+def attributes(facts: Facts, param_dtype: torch.dtype, has_bias: bool, stacks: int) -> dict[str, dict[str, Any]]:
+    """Shape and dtype of every tensor that the schema wants. Raises UnsupportedError for a shape that it does not divide."""
+    _check_divides(facts)
+    with explained(facts):
+        attrs: dict[str, dict[str, Any]] = facts.schema.get_tensors_attrs(
+            facts.n, facts.k, param_dtype=param_dtype, num_experts=facts.experts, has_bias=has_bias, stack_size=stacks
+        )
+    return attrs
+
+
+def _check_divides(facts: Facts) -> None:
+    schema = facts.schema
+    block = getattr(schema, "weight_block_size", None) or getattr(schema, "block_structure", None)
+    group = getattr(schema, "group_size", None) or getattr(schema, "weight_scale_group_size", None) or 0
+    rows, columns = block or (getattr(schema, "weight_scale_group_size_n", 0) or 1, group)
+    bits = getattr(schema, "bits", None) or getattr(schema, "num_bits", None) or 8
+    is_asymmetric = getattr(schema, "zero_point", False) or not getattr(schema, "symmetric", True)
+    problems = []
+    if facts.n % rows:
+        problems.append(Problem(f"{facts}", f"N a multiple of the {rows} rows that share a scale", f"N {facts.n}"))
+    if columns > 0 and facts.k % columns:
+        problems.append(Problem(f"{facts}", f"K a multiple of the group size {columns}", f"K {facts.k}"))
+    if is_asymmetric and facts.n * bits % 32:
+        expected = f"N times {bits} bits a multiple of 32, so that zero points fill whole words"
+        problems.append(Problem(f"{facts}", expected, f"N {facts.n}"))
+    if facts.k * bits % 32:
+        problems.append(Problem(f"{facts}", f"K times {bits} bits a multiple of 32", f"K {facts.k}"))
+    if problems:
+        raise UnsupportedError(problems)
+
+
+def weight_name(attrs: Mapping[str, Any], facts: Facts) -> str:
+    """The name of the schema's weight. Raises UnsupportedError when it has none of the known names."""
+    found = [name for name in WEIGHT_NAMES if name in attrs]
+    if len(found) != 1:
+        raise UnsupportedError([Problem(str(facts), f"one of {', '.join(WEIGHT_NAMES)}", ", ".join(attrs))])
+    return found[0]
+
+
+def checked_small(
+    small: Mapping[str, torch.Tensor], attrs: Mapping[str, Mapping[str, Any]], name: str, facts: Facts
+) -> dict[str, torch.Tensor]:
+    """The schema's tensors but the weight `name`, with floating-point ones rounded to the schema's dtype as vLLM does on
+    loading. Raises UnsupportedError naming every tensor that is missing or of another shape or dtype.
+    """
+    problems: list[Problem] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for key, attr in attrs.items():
+        if key == name:
+            continue
+        tensor, dtype = small.get(key), attr["dtype"]
+        if tensor is None:
+            if key not in OPTIONAL:
+                problems.append(Problem(f"{facts}: {key}", f"{tuple(attr['shape'])} {dtype}", "no such tensor"))
+            continue
+        if _SAME_BYTES.get(tensor.dtype) == dtype:
+            tensor = tensor.view(dtype)
+        elif tensor.dtype in _FLOATS and dtype in _FLOATS:
+            tensor = tensor.to(dtype)
+        # One scale per expert may stand for all its projections.
+        shapes = (tuple(attr["shape"]), (facts.experts,)) if len(attr["shape"]) == 2 else (tuple(attr["shape"]),)
+        if (tuple(tensor.shape) not in shapes and key not in OPTIONAL) or tensor.dtype != dtype:
+            found = f"{tuple(tensor.shape)} {tensor.dtype}"
+            problems.append(Problem(f"{facts}: {key}", f"{tuple(attr['shape'])} {dtype}", found))
+        tensors[key] = tensor.contiguous()
+    if problems:
+        raise UnsupportedError(problems)
+    return tensors
