@@ -16,8 +16,9 @@ def check_scale(name: str, tensor: torch.Tensor, kind: str) -> Problem | None:
     """What is wrong with the values of source tensor `name`, or None.
 
     `kind` is a comma-separated list of: `positive` (finite and > 0; zero would also be a division by zero in
-    NVFP4's reciprocal), `nonnegative` (finite and >= 0), `finite`, `e8m0` (no byte 255, which is NaN), `float16`
-    (no value is lost when rounded to float16), `eights` (every packed 4 bit zero point is 8, the midpoint).
+    NVFP4's reciprocal), `nonnegative` (finite and >= 0), `finite`, `e8m0` (no byte 255, which is NaN),
+    `float16` (no value is lost when rounded to float16), `eights` (every packed 4 bit zero point is 8, the
+    midpoint).
     """
     for rule in kind.split(","):
         problem = _RULES[rule](name, tensor)
@@ -27,7 +28,7 @@ def check_scale(name: str, tensor: torch.Tensor, kind: str) -> Problem | None:
 
 
 def check_expected(checkpoint: Checkpoint, payload: Payload, plan: SublayerPlan) -> list[Problem]:
-    """Compare the whole numbers that the sublayer's bookkeeping tensors hold with what the plan took from headers."""
+    """Compare the numbers in the sublayer's bookkeeping tensors with what the plan took from headers."""
     problems = []
     for name, values in plan.expected:
         header = checkpoint.tensors[name]
@@ -89,7 +90,8 @@ def _check_e8m0(name: str, tensor: torch.Tensor) -> Problem | None:
 def _check_float16(name: str, tensor: torch.Tensor) -> Problem | None:
     values = _float(tensor)
     rounded = values.to(torch.float16).to(torch.float32)
-    # Half an ulp of a normal float16 is 2**-11 of its value; below 2**-14 float16 has fewer bits, and none at last.
+    # Half an ulp of a normal float16 is 2**-11 of its value; below 2**-14 float16 has fewer bits, and none at
+    # last.
     bad = ~((rounded - values).abs() <= values.abs() * 2.0**-8)
     if not bool(bad.any()):
         return None

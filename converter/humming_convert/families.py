@@ -54,8 +54,8 @@ def layers_after_dense(config: Config, layer: int) -> bool:
 class Family:
     """One row: which config fields give E, H and I, which layers hold experts, and where they hang.
 
-    `parents` are the modules between `layers.N.` and `.experts.`; `activation_function` is what vLLM calls it,
-    `is_interleaved` says that a fused gate_up tensor alternates gate and up rows.
+    `parents` are the modules between `layers.N.` and `.experts.`; `activation_function` is what vLLM calls
+    it, `is_interleaved` says that a fused gate_up tensor alternates gate and up rows.
     """
 
     name: str

@@ -10,8 +10,8 @@ Config = dict[str, Any]
 QUANT_METHOD = "humming_prepacked"
 FORMAT_VERSION = 1
 
-# Files that hold a quantization section on their own, in the order in which they are believed, and the method that
-# their writers meant where the file itself does not say (old AutoGPTQ and AutoAWQ files do not).
+# Files that hold a quantization section on their own, in the order in which they are believed, and the method
+# that their writers meant where the file itself does not say (old AutoGPTQ and AutoAWQ files do not).
 QUANT_FILES: tuple[tuple[str, str], ...] = (
     ("hf_quant_config.json", "modelopt"),
     ("quantize_config.json", "gptq"),
@@ -53,7 +53,7 @@ def find_quantization(config: Config | None, files: Mapping[str, Config]) -> tup
 
 
 def from_quant_file(content: Config, method: str = "") -> Config:
-    """The quantization section in a file of its own: a whole config.json, ModelOpt's nesting, or the bare section."""
+    """The section in a file of its own: a whole config.json, ModelOpt's nesting, or bare."""
     inner, _ = section_of(content)
     if inner is not None:
         return inner
@@ -67,7 +67,7 @@ def from_quant_file(content: Config, method: str = "") -> Config:
 
 
 def converted_config(config: Config, quantization: Config | None) -> Config:
-    """The output's config.json: the source's, with the quantization section replaced and the original inside it.
+    """The output's config.json: the source's, with the quantization section replaced and kept inside.
 
     `scale_fmt` stays visible at the top of the section, because vLLM reads it there.
     """

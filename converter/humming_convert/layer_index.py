@@ -19,7 +19,7 @@ _SAFE_NUMBER_OF_EXPERTS = 65_536
 
 @dataclass(slots=True)
 class LayerTensors:
-    """The experts' tensors of one MoE layer: `headers[expert, projection][parameter]`; expert None means all."""
+    """The experts' tensors of one MoE layer: `headers[expert, projection][parameter]`, expert None: all."""
 
     name: ExpertName
     headers: dict[tuple[int | None, str], dict[str, TensorHeader]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def index_layers(tensors: Mapping[str, TensorHeader], problems: list[Problem]) -
 
 
 def count_experts(layer: LayerTensors, told: int | None, problems: list[Problem]) -> int:
-    """E from the tensors; every expert 0..E-1 must be there, and the config must agree. 0 when there is no number."""
+    """E from the tensors, each expert 0..E-1 there and the config agreeing; 0 after adding a problem."""
     where = layer.name.layer_name
     if layer.is_fused:
         counts = {header.shape[0] if header.shape else 0 for header in layer.tensors()}

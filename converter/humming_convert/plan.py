@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A pure function of `humming_convert.steps`, by name, that one source tensor passes before it is stacked."""
+    """A pure function of `humming_convert.steps`, by name, that a source tensor passes before stacking."""
 
     name: str
     args: tuple[tuple[str, Any], ...] = ()
@@ -16,7 +16,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One source tensor and where it goes: its expert (None: it holds all of them on axis 0) and its stack index.
+    """One source tensor and where it goes: its expert (None: it holds all, on axis 0) and stack index.
 
     `stack` is 0 for gate (or the only projection), 1 for up; a tensor that already holds both has 0.
     """
@@ -31,9 +31,10 @@ class StackedTensor:
     """One tensor of a sublayer under the schema's own name, all experts stacked on axis 0.
 
     `shape` is `(E, ...)`, `dtype` a safetensors code; `axis` is the axis of the per-expert shape along which
-    the parts of one expert follow each other (gate first), in order of expert and then of stack. Every part passes
-    `steps` first and then has `dtype`. `is_weight` marks the one tensor that is large enough to be read in slices
-    of experts. `check` names the rule of `humming_convert.checks` that each part's values, as stored, must obey.
+    the parts of one expert follow each other (gate first), in order of expert and then of stack. Every part
+    passes `steps` first and then has `dtype`. `is_weight` marks the one tensor that is large enough to be
+    read in slices of experts. `check` names the rule of `humming_convert.checks` that each part's values, as
+    stored, must obey.
     """
 
     name: str
@@ -50,13 +51,14 @@ class StackedTensor:
 class SublayerPlan:
     """w13 (gate and up) or w2 (down) of one MoE layer.
 
-    `shape_n` x `shape_k` is one expert's weight, `shape_n_stacks` its rows by projection. The schemas are plain
-    dictionaries that `humming.schema.Base{Weight,Input}Schema.from_config` accepts; `input_schema` is what the
-    checkpoint says of its activations (None: 16 bit). `unused` names source tensors that belong to the experts but
-    have no place in the kernel layout (weight_shape, g_idx, input scales when activations stay 16 bit).
-    `source_schema` is the weight schema as the checkpoint states it; it differs from `weight_schema` only where steps
-    change the form of a scale (a block scale expanded to rows), and quantization keys must be derived from it.
-    `expected` names unused integer tensors (weight_shape) whose values must be these when they are read.
+    `shape_n` x `shape_k` is one expert's weight, `shape_n_stacks` its rows by projection. The schemas are
+    plain dictionaries that `humming.schema.Base{Weight,Input}Schema.from_config` accepts; `input_schema` is
+    what the checkpoint says of its activations (None: 16 bit). `unused` names source tensors that belong to
+    the experts but have no place in the kernel layout (weight_shape, g_idx, input scales when activations
+    stay 16 bit). `source_schema` is the weight schema as the checkpoint states it; it differs from
+    `weight_schema` only where steps change the form of a scale (a block scale expanded to rows), and
+    quantization keys must be derived from it. `expected` names unused integer tensors (weight_shape) whose
+    values must be these when they are read.
     """
 
     name: str

@@ -44,8 +44,9 @@ def build_plan(
 ) -> ConversionPlan:
     """The plan of a whole conversion; `dtype` overrides the parameter dtype that config.json gives.
 
-    Raises NothingToConvertError when no routed experts are quantized, CheckpointError when the checkpoint is not
-    whole, UnsupportedError when it is whole but outside what is supported; the last two carry every problem.
+    Raises NothingToConvertError when no routed experts are quantized, CheckpointError when the checkpoint is
+    not whole, UnsupportedError when it is whole but outside what is supported; the last two carry every
+    problem.
     """
     broken: list[Problem] = []
     index = index_layers(checkpoint.tensors, broken)
@@ -101,7 +102,7 @@ def _check_method(checkpoint: Checkpoint) -> str:
     where, known = checkpoint.quantization_origin, ", ".join(sorted(set(METHODS.values())))
     if stated == "gptq" and quantization.get("desc_act"):
         expected = "weights in the order of their columns"
-        hint = "activation order needs g_idx, which Humming's kernels do not have: quantize again with desc_act false"
+        hint = "Humming's kernels have no g_idx, which activation order needs: use desc_act false"
         raise UnsupportedError([Problem(where, expected, "GPTQ with desc_act", hint)])
     if stated in METHODS_TO_COME:
         hint = "this method is not supported yet"
@@ -128,7 +129,7 @@ def _family_of(checkpoint: Checkpoint) -> Family:
 
 
 def _param_dtype(config: Mapping[str, Any] | None, inner: Mapping[str, Any]) -> str:
-    """float16 if the model runs in it; everything else runs in bfloat16, as vLLM's "auto" has it for newer GPUs."""
+    """float16 if the model runs in it; everything else runs in bfloat16."""
     for part in (inner, config or {}):
         stated = str(part.get("dtype") or part.get("torch_dtype") or "").removeprefix("torch.")
         if stated:
@@ -252,4 +253,15 @@ def _raise_problems(building: _Building) -> None:
     if building.broken:
         raise CheckpointError([*building.broken, *building.unsupported])
     if building.unsupported:
-        raise UnsupportedError(building.unsupported)
+        raise UnsupportedError(_once(building.unsupported))
+
+
+def _once(problems: Sequence[Problem]) -> list[Problem]:
+    """Each reason once, with the first place and the number of others: layers share their format."""
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for problem in problems:
+        places.setdefault((problem.expected, problem.found, problem.hint), []).append(problem.where)
+    return [
+        Problem(where[0] if len(where) == 1 else f"{where[0]} and {len(where) - 1} more", *reason)
+        for reason, where in places.items()
+    ]

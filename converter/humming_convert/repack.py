@@ -6,7 +6,7 @@ import torch
 
 
 def pack_int8_zero_point(tensor: torch.Tensor) -> torch.Tensor:
-    """Signed 8 bit zero points `[..., N, G]` as offset-binary words `[..., N/4, G]` I32, row 4i in the low byte."""
+    """Signed bytes `[..., N, G]` as offset-binary words `[..., N/4, G]` I32, row 4i in the low byte."""
     codes = tensor.view(torch.uint8) ^ 0x80
     packed = codes.transpose(-1, -2).contiguous().view(torch.int32)
     return packed.transpose(-1, -2).contiguous()

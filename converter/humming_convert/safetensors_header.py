@@ -21,7 +21,7 @@ _BITS: Mapping[str, int] = {code: info.bits for code, info in SAFETENSORS_DTYPES
 
 
 class TensorHeader(NamedTuple):
-    """One tensor: `offset` is absolute in `file` (a name inside the checkpoint), `dtype` a safetensors code."""
+    """One tensor: `offset` is absolute in `file` (a name in the checkpoint), `dtype` a safetensors code."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ class FileHeader:
 
 
 def read_header(path: Path, name: str) -> FileHeader:
-    """The header of the file at `path`, called `name` in messages. Raises CheckpointError for the first fault."""
+    """The header of the file at `path`, `name` in messages. Raises CheckpointError for the first fault."""
     state = _regular_file(path, name)
     with path.open("rb") as file:
         size = state.st_size

@@ -1,4 +1,4 @@
-"""Pure arithmetic on scales. The last axis is K (groups), the one before it N (rows); leading axes are free."""
+"""Pure arithmetic on scales. The last axis is K (groups), the one before it N (rows)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def e8m0_to_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expand_rows(tensor: torch.Tensor, block: int, rows: int) -> torch.Tensor:
-    """One scale row per block of `block` weight rows -> one per weight row: `[..., ceil(rows/block), G]` -> `[..., rows, G]`."""
+    """A scale row per `block` weight rows `[..., ceil(rows/block), G]` -> one per row `[..., rows, G]`."""
     return tensor.repeat_interleave(block, dim=-2)[..., :rows, :].contiguous()
 
 
 def regroup_columns(tensor: torch.Tensor, repeat: int, columns: int) -> torch.Tensor:
-    """Each scale column `repeat` times, cut to `columns`: the same scales for groups that are `repeat` times smaller."""
+    """Each scale column `repeat` times, cut to `columns`: the same scales for smaller groups."""
     return tensor.repeat_interleave(repeat, dim=-1)[..., :columns].contiguous()

@@ -1,4 +1,4 @@
-"""The checkpoint on disk: its files, its tensors' headers, its config files. Expert names mean nothing here."""
+"""The checkpoint on disk: its files, tensor headers and config files. Expert names mean nothing here."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _MAX_OPEN_FILES = 64
 class Checkpoint:
     """Everything that a checkpoint says without its payload.
 
-    `tensors` are in file order, `quantization` is the section that counts and `quantization_origin` where it was
-    found; `side_files` are the other files worth keeping (tokenizer, generation config, ...); `metadata` maps a
-    weight file to its `__metadata__`.
+    `tensors` are in file order, `quantization` is the section that counts and `quantization_origin` where it
+    was found; `side_files` are the other files worth keeping (tokenizer, generation config, ...); `metadata`
+    maps a weight file to its `__metadata__`.
     """
 
     root: Path
@@ -141,7 +141,9 @@ def _merge(headers: list[FileHeader], problems: list[Problem]) -> dict[str, Tens
         for tensor in header.tensors:
             other = tensors.setdefault(tensor.name, tensor)
             if other is not tensor:
-                hint = "the files belong to different checkpoints or hold slices of one tensor, which cannot be told"
+                hint = (
+                    "they belong to different checkpoints, or each holds a slice of it, which cannot be told"
+                )
                 found = f"it in {other.file} and in {tensor.file}"
                 problems.append(Problem(f"tensor {tensor.name}", "it in one file", found, hint))
     return tensors
@@ -203,7 +205,7 @@ def _side_files(root: Path) -> tuple[str, ...]:
 
 
 class Payload:
-    """Reads tensors' bytes; safe to call from several threads, and keeps few files open however many shards."""
+    """Reads tensors' bytes; safe from several threads, and keeps few files open however many shards."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -230,8 +232,8 @@ class Payload:
     def read_into(self, name: str, buffer: memoryview, start: int = 0) -> None:
         """Fill `buffer` with the bytes of tensor `name` from byte `start` on.
 
-        Raises CheckpointError when the file is not what it was when its header was read, ValueError when the range
-        is not inside the tensor.
+        Raises CheckpointError when the file is not what it was when its header was read, ValueError when the
+        range is not inside the tensor.
         """
         tensor = self._checkpoint.tensors[name]
         view = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer

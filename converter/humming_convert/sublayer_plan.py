@@ -83,7 +83,7 @@ def _modules(layer: LayerTensors, projections: tuple[str, ...]) -> Iterable[str]
 def _check_tensors(
     context: Context, projections: tuple[str, ...], stacks: tuple[dict[str, Facts], ...], answer: Accepted
 ) -> Iterable[Problem]:
-    """Every expert has every tensor that is needed, like those of the others, and none that has no meaning here."""
+    """Every expert has every tensor that is needed, like the others', and none without a meaning."""
     needed = [rule.parameter for rule in answer.rules]
     inputs = [rule.parameter for rule in answer.inputs]
     if context.activation == "checkpoint":
@@ -131,7 +131,7 @@ def _check_expert(
 def _missing_name(
     context: Context, parameters: dict[str, TensorHeader], key: tuple[int | None, str], parameter: str
 ) -> str:
-    """The full name of a tensor that is not there, in the checkpoint's own words as far as they can be known."""
+    """The full name of a tensor that is not there, in the checkpoint's own words as far as possible."""
     if parameters:
         present, header = next(iter(parameters.items()))
         return header.name[: len(header.name) - len(present)] + parameter

@@ -32,7 +32,8 @@ Edit = Callable[[Tensors, dict[str, Any]], None]
 CT_METHOD = "compressed-tensors"
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
-# model_type: parent module, hub names of gate, up and down, config field of E, config field of I, dense first layers
+# model_type: parent module, hub names of gate, up and down, config field of E, config field of I, dense first
+# layers
 _FAMILIES: dict[str, tuple[str, tuple[str, str, str], str, str, int]] = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size", 0),
     "qwen2_moe": ("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts", "moe_intermediate_size", 0),
@@ -140,11 +141,12 @@ def make_checkpoint(
 ) -> Path:
     """Write a model folder at `path` and return it.
 
-    `format`: bf16, fp8_tensor, fp8_block, mxfp4_gpt_oss, ct_mxfp4, awq, awq_sym, ct_int{2..8}[_asym][_channel],
-    ct_w8a8[_asym], ct_fp8_tensor, ct_fp8_channel, ct_fp8_block, ct_nvfp4. Options: `group_size`, `block` (pair),
-    `scale_dtype` (code), `static` (with input scales), `bias`, `names` ("hub" or "linear": gate_proj/up_proj/down_proj),
-    `dtype` (config's), `padded` (old packing of odd widths), `side_files`. `edit` may change tensors and config before
-    they are written. With several shards tensors go round robin, so companions lie in different files.
+    `format`: bf16, fp8_tensor, fp8_block, mxfp4_gpt_oss, ct_mxfp4, awq, awq_sym,
+    ct_int{2..8}[_asym][_channel], ct_w8a8[_asym], ct_fp8_tensor, ct_fp8_channel, ct_fp8_block, ct_nvfp4.
+    Options: `group_size`, `block` (pair), `scale_dtype` (code), `static` (with input scales), `bias`, `names`
+    ("hub" or "linear": gate_proj/up_proj/down_proj), `dtype` (config's), `padded` (old packing of odd
+    widths), `side_files`. `edit` may change tensors and config before they are written. With several shards
+    tensors go round robin, so companions lie in different files.
     """
     rng = np.random.default_rng(seed)
     sizes = _Sizes(layers, experts, hidden, intermediate)

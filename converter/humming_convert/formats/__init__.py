@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from humming_convert.errors import Problem
 from humming_convert.formats.awq import AwqGemm
-from humming_convert.formats.base import Accepted, CheckpointFormat, Refused, Rejected, Sublayer
-from humming_convert.formats.compressed_tensors import PackedIntegers, PlainFloats, PlainIntegers
-from humming_convert.formats.ct_fp4 import CtMxfp4, CtNvfp4
+from humming_convert.formats.base import Accepted, CheckpointFormat, RefusalError, Refused, Sublayer
+from humming_convert.formats.ct_floats import CtFloat8, CtMxfp4, CtNvfp4
+from humming_convert.formats.ct_integers import CtPackedIntegers, CtPlainIntegers
 from humming_convert.formats.fp8 import Fp8Block, Fp8Tensor
 from humming_convert.formats.gpt_oss import GptOssMxfp4
+from humming_convert.formats.later import LaterFormats
 
 FORMATS: tuple[CheckpointFormat, ...] = (
     Fp8Tensor(),
@@ -16,10 +17,11 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     GptOssMxfp4(),
     CtMxfp4(),
     AwqGemm(),
-    PackedIntegers(),
-    PlainIntegers(),
-    PlainFloats(),
+    CtPackedIntegers(),
+    CtPlainIntegers(),
+    CtFloat8(),
     CtNvfp4(),
+    LaterFormats(),
 )
 
 # quant_method as Hugging Face writes it, and what it is called here. Everything else is unknown.
@@ -39,8 +41,11 @@ def detect(sublayer: Sublayer) -> Accepted | Refused:
     """The one format that `sublayer` is in, or why there is none, with what every format said."""
     trace = []
     for candidate in FORMATS:
-        answer = candidate.match(sublayer)
-        if not isinstance(answer, Rejected):
+        try:
+            answer = candidate.match(sublayer)
+        except RefusalError as refusal:
+            return refusal.refused
+        if isinstance(answer, Accepted):
             return answer
         trace.append(f"{candidate.name}: {answer.reason}")
     expected = "a supported checkpoint format"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from humming_convert.formats.base import (
     FLOATS,
     Accepted,
-    Answer,
-    Refused,
     Rejected,
     Rule,
     Sublayer,
     bias_rule,
     broken,
     check_group,
+    check_multiple,
+    one_dtype,
     require_shapes,
     rounding_check,
     unsupported,
@@ -30,7 +30,7 @@ class AwqGemm:
     name = "awq"
     summary = "AWQ 4 bit, GEMM packing (AutoAWQ, auto-round auto_awq)"
 
-    def match(self, sublayer: Sublayer) -> Answer:
+    def match(self, sublayer: Sublayer) -> Accepted | Rejected:
         """qweight as tall as K and an eighth as wide as the scales; GPTQ's is the other way round."""
         if sublayer.is_fused or not sublayer.has(qweight="I32", scales=FLOATS):
             return Rejected("there is no qweight I32 with scales")
@@ -42,43 +42,43 @@ class AwqGemm:
             if "qweight" in stack and "scales" in stack
         ]
         if len(shapes) != len(sublayer.stacks) or any(len(a) != 2 or len(b) != 2 for a, b in shapes):
-            return broken(
+            raise broken(
                 sublayer, "qweight [K, N/8] and scales [G, N] in every projection", sublayer.describe()
             )
         if all(weight[1] == scale[1] for weight, scale in shapes):
             return Rejected("qweight is as wide as the scales, which is GPTQ's packing")
         if any(weight[1] * _PER_WORD != scale[1] for weight, scale in shapes):
-            return broken(
+            raise broken(
                 sublayer, "qweight [K, N/8] and scales [G, N], which is 4 bit AWQ", sublayer.describe()
             )
         return self._accept(sublayer, shapes)
 
-    def _accept(self, sublayer: Sublayer, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Answer:
+    def _accept(
+        self, sublayer: Sublayer, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    ) -> Accepted | Rejected:
         rows = tuple(scale[1] for _, scale in shapes)
         shape_k, groups = shapes[0][0][0], shapes[0][1][0]
-        wrong = (
-            require_shapes(sublayer, "qweight", [(shape_k, n // _PER_WORD) for n in rows])
-            or require_shapes(sublayer, "scales", [(groups, n) for n in rows])
-            or require_shapes(sublayer, "qzeros", [(groups, n // _PER_WORD) for n in rows])
-            or self._check_config(sublayer, shape_k, groups)
-        )
-        if wrong is not None:
-            return wrong
-        group = shape_k // groups
-        if any(extent % _MULTIPLE for extent in (*rows, shape_k)):
-            return unsupported(
-                sublayer, f"N and K that are multiples of {_MULTIPLE}", f"N {rows}, K {shape_k}"
-            )
+        require_shapes(sublayer, "qweight", [(shape_k, n // _PER_WORD) for n in rows])
+        require_shapes(sublayer, "scales", [(groups, n) for n in rows])
+        require_shapes(sublayer, "qzeros", [(groups, n // _PER_WORD) for n in rows])
+        self._check_config(sublayer, shape_k, groups)
+        check_multiple(sublayer, "N", rows, _MULTIPLE)
+        check_multiple(sublayer, "K", [shape_k], _MULTIPLE)
         has_zeros = "qzeros" in sublayer.parameters
         zero_point = bool(sublayer.quantization.get("zero_point", has_zeros))
         if zero_point and not has_zeros:
-            return broken(sublayer, "qzeros, as zero_point true says", sublayer.describe())
+            raise broken(sublayer, "qzeros, as zero_point true says", sublayer.describe())
         total = sum(rows)
         return Accepted(
             format=self.name,
             stacks_n=rows,
             shape_k=shape_k,
-            weight_schema={"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": zero_point},
+            weight_schema={
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": shape_k // groups,
+                "zero_point": zero_point,
+            },
             rules=(
                 Rule(
                     name="qweight",
@@ -91,14 +91,14 @@ class AwqGemm:
                 Rule(
                     name="scales",
                     parameter="scales",
-                    dtype=sublayer.dtypes("scales")[0],
+                    dtype=one_dtype(sublayer, "scales"),
                     shape=(groups, total),
                     axis=1,
                     # auto-round's symmetric scales may be negative.
                     check=rounding_check(sublayer, "scales", "finite"),
                 ),
                 *self._zeros(has_zeros, zero_point, (groups, total // _PER_WORD)),
-                *bias_rule(sublayer, total),
+                *bias_rule(sublayer, rows),
             ),
         )
 
@@ -109,26 +109,22 @@ class AwqGemm:
         check = "" if zero_point else "eights"
         return (Rule(name="qzeros", parameter="qzeros", dtype="I32", shape=shape, axis=1, check=check),)
 
-    def _check_config(self, sublayer: Sublayer, shape_k: int, groups: int) -> Refused | None:
+    def _check_config(self, sublayer: Sublayer, shape_k: int, groups: int) -> None:
         config = sublayer.quantization
-        if len(sublayer.dtypes("scales")) != 1:
-            return broken(sublayer, "scales of one dtype", ", ".join(sublayer.dtypes("scales")))
         packing = str(config.get("packing_format", "auto_round:auto_awq"))
         if sublayer.method == "auto-round" and "awq" not in packing:
-            return broken(sublayer, f"tensors packed as packing_format {packing!r} says", "AWQ's packing")
+            raise broken(sublayer, f"tensors packed as packing_format {packing!r} says", "AWQ's packing")
         version = str(config.get("version", "gemm")).lower()
         if sublayer.method == "awq" and version != "gemm":
             hint = "gemv, gemv_fast and marlin pack otherwise: convert the checkpoint to gemm first"
-            return unsupported(sublayer, "AWQ version gemm", repr(version), hint)
+            raise unsupported(sublayer, "AWQ version gemm", repr(version), hint)
         bits = config.get("bits", config.get("w_bit", 4))
         if bits != 4:
-            return broken(sublayer, f"{bits} bit weights, as the quantization config says", "4 bit weights")
+            raise broken(sublayer, f"{bits} bit weights, as the quantization config says", "4 bit weights")
         if groups == 0 or shape_k % groups:
-            return broken(sublayer, f"a number of groups that divides K = {shape_k}", f"{groups}")
+            raise broken(sublayer, f"a number of groups that divides K = {shape_k}", f"{groups}")
         group = shape_k // groups
         told = config.get("group_size", config.get("q_group_size", group))
         if told not in (group, -1) or (told == -1 and groups != 1):
-            return broken(
-                sublayer, f"groups of {told}, as the quantization config says", f"groups of {group}"
-            )
-        return check_group(sublayer, group, shape_k)
+            raise broken(sublayer, f"groups of {told}, as the quantization config says", f"groups of {group}")
+        check_group(sublayer, group, shape_k)

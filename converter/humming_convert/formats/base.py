@@ -10,7 +10,8 @@ from humming_convert.errors import Problem
 from humming_convert.plan import Step
 
 FLOATS = ("BF16", "F16", "F32")
-# Below this, Humming's 16 bit kernels have no group size; other activations ask for more, which is checked with them.
+# Below this, Humming's 16 bit kernels have no group size; other activations ask for more, which is checked
+# with them.
 MIN_GROUP = 16
 
 
@@ -25,8 +26,9 @@ class Facts(NamedTuple):
 class Sublayer:
     """Everything that is known of w13 or w2 of one layer from headers and config.
 
-    `stacks` holds one map of parameters per projection (gate and up, or down); a fused layer has one for both. `modules`
-    are the module names of every projection of every expert, for config entries that name modules.
+    `stacks` holds one map of parameters per projection (gate and up, or down); a fused layer has one for
+    both. `modules` are the module names of every projection of every expert, for config entries that name
+    modules.
     """
 
     name: str
@@ -50,7 +52,7 @@ class Sublayer:
         return tuple(dict.fromkeys(stack[parameter].dtype for stack in self.stacks if parameter in stack))
 
     def has(self, **parameters: str | Sequence[str]) -> bool:
-        """Whether each parameter exists, with (one of) the given dtype codes in every projection that has it."""
+        """Whether each parameter exists, in every projection that has it with one of the given dtypes."""
         for name, codes in parameters.items():
             found = self.dtypes(name)
             if not found or any(
@@ -73,8 +75,7 @@ class Sublayer:
 class Rule:
     """One tensor of the sublayer under the schema's name, made of `parameter` of every expert and projection.
 
-    `shape` is one expert's, all projections stacked along `axis`; `steps` has one tuple for all projections, or one
-    for each.
+    `shape` is one expert's, all projections stacked along `axis`; each part passes `steps` before that.
     """
 
     name: str
@@ -91,9 +92,9 @@ class Rule:
 class Accepted:
     """The sublayer is this format: its logical shape, Humming's schemas, and what becomes of each parameter.
 
-    `unused` are parameters with no place in the kernel layout; `optional` are those of `inputs`, which matter only
-    when activations are quantized as the checkpoint says. `expected` gives the whole numbers that an unused
-    parameter must hold, per projection.
+    `unused` are parameters with no place in the kernel layout; `inputs` matter
+    only when activations are quantized as the checkpoint says. `expected` gives the whole numbers that an
+    unused parameter must hold, per projection.
     """
 
     format: str
@@ -118,13 +119,18 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The sublayer is this format, but broken (`is_broken`) or outside what Humming takes."""
+    """The sublayer is in some format, but broken (`is_broken`) or outside what Humming takes."""
 
     problem: Problem
     is_broken: bool = False
 
 
-Answer = Accepted | Rejected | Refused
+class RefusalError(Exception):
+    """Carries a `Refused` out of a format's `match`, however deep in it the fault is found."""
+
+    def __init__(self, refused: Refused) -> None:
+        self.refused = refused
+        super().__init__(str(refused.problem))
 
 
 class CheckpointFormat(Protocol):
@@ -138,57 +144,87 @@ class CheckpointFormat(Protocol):
     def summary(self) -> str:
         """What it is, and who writes it."""
 
-    def match(self, sublayer: Sublayer) -> Answer:
-        """Whether `sublayer` is this format, from its tensors' names, dtypes and shapes first."""
+    def match(self, sublayer: Sublayer) -> Accepted | Rejected:
+        """Whether `sublayer` is this format, from its tensors' names, dtypes and shapes first.
+
+        Raises RefusalError when it is this format, but broken or outside what Humming takes.
+        """
 
 
-def broken(sublayer: Sublayer, expected: str, found: str, hint: str = "") -> Refused:
-    """The checkpoint contradicts itself."""
-    return Refused(Problem(sublayer.where, expected, found, hint), is_broken=True)
+def broken(sublayer: Sublayer, expected: str, found: str, hint: str = "") -> RefusalError:
+    """To be raised when the checkpoint contradicts itself."""
+    return RefusalError(Refused(Problem(sublayer.where, expected, found, hint), is_broken=True))
 
 
-def unsupported(sublayer: Sublayer, expected: str, found: str, hint: str = "") -> Refused:
-    """The checkpoint is sound, but this cannot be converted."""
-    return Refused(Problem(sublayer.where, expected, found, hint))
+def unsupported(sublayer: Sublayer, expected: str, found: str, hint: str = "") -> RefusalError:
+    """To be raised when the checkpoint is sound but cannot be converted."""
+    return RefusalError(Refused(Problem(sublayer.where, expected, found, hint)))
 
 
-def require_shapes(
-    sublayer: Sublayer,
-    parameter: str,
-    shapes: Sequence[tuple[int, ...]],
-    also: Sequence[tuple[int, ...]] = (),
-) -> Refused | None:
-    """Refuse unless `parameter` of projection i has `shapes[i]` (or `also[i]`); a missing one is reported elsewhere."""
-    for index, (stack, shape) in enumerate(zip(sublayer.stacks, shapes, strict=True)):
+def require_shapes(sublayer: Sublayer, parameter: str, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise unless `parameter` of projection i has `shapes[i]`, where it is there at all."""
+    for stack, shape in zip(sublayer.stacks, shapes, strict=True):
         facts = stack.get(parameter)
-        allowed = {shape} | ({also[index]} if also else set())
-        if facts is not None and facts.shape not in allowed:
-            return broken(sublayer, f"{parameter} of shape {list(shape)}", f"{list(facts.shape)}")
-    return None
+        if facts is not None and facts.shape != shape:
+            raise broken(sublayer, f"{parameter} of shape {list(shape)}", f"{list(facts.shape)}")
 
 
-def check_group(sublayer: Sublayer, group: int, shape_k: int) -> Refused | None:
-    """Refuse a group size that does not divide K, or that Humming's kernels do not have."""
+def one_dtype(sublayer: Sublayer, parameter: str) -> str:
+    """The dtype code that all projections store `parameter` in. Raises RefusalError when they differ."""
+    codes = sublayer.dtypes(parameter)
+    if len(codes) != 1:
+        raise broken(sublayer, f"{parameter} of one dtype", ", ".join(codes) or "none")
+    return codes[0]
+
+
+def weight_shapes(sublayer: Sublayer, parameter: str = "weight") -> tuple[tuple[int, ...], int]:
+    """Rows per projection and the common width of a plain [N, width] weight. Raises RefusalError without them."""
+    shapes = [stack[parameter].shape for stack in sublayer.stacks if parameter in stack]
+    if len(shapes) != len(sublayer.stacks):
+        raise broken(sublayer, f"{parameter} in every projection", sublayer.describe())
+    if any(len(shape) != 2 for shape in shapes) or len({shape[1] for shape in shapes}) != 1:
+        raise broken(sublayer, f"{parameter} [N, K] with one K", f"{[list(shape) for shape in shapes]}")
+    return tuple(shape[0] for shape in shapes), shapes[0][1]
+
+
+def check_group(sublayer: Sublayer, group: int, shape_k: int) -> None:
+    """Raise for a group size that does not divide K, or that Humming's kernels do not have."""
     if group <= 0 or shape_k % group != 0:
-        return broken(sublayer, f"a group size that divides K = {shape_k}", f"{group}")
+        raise broken(sublayer, f"a group size that divides K = {shape_k}", f"{group}")
     if group & -group < MIN_GROUP:
         expected = f"a group size that is a multiple of {MIN_GROUP}"
-        return unsupported(sublayer, expected, f"{group}", "Humming's kernels have no smaller groups")
-    return None
+        raise unsupported(sublayer, expected, f"{group}", "Humming's kernels have no smaller groups")
 
 
-def bias_rule(sublayer: Sublayer, rows: int, parameter: str = "bias") -> tuple[Rule, ...]:
-    """The rule for a bias, if there is one; it becomes `param_dtype`, which is what vLLM holds it in."""
-    if parameter not in sublayer.parameters:
+def check_multiple(sublayer: Sublayer, name: str, extents: Sequence[int], multiple: int) -> None:
+    """Raise unless every extent (of N or K) is a positive multiple."""
+    if any(extent <= 0 or extent % multiple for extent in extents):
+        found = ", ".join(str(extent) for extent in extents)
+        raise unsupported(sublayer, f"{name} that is a multiple of {multiple}", found)
+
+
+def bias_rule(sublayer: Sublayer, rows: Sequence[int]) -> tuple[Rule, ...]:
+    """The rule for a bias [N], if there is one; it becomes `param_dtype`, which is what vLLM holds it in."""
+    if "bias" not in sublayer.parameters:
         return ()
+    if not sublayer.has(bias=FLOATS):
+        raise broken(sublayer, "bias in F32, BF16 or F16", ", ".join(sublayer.dtypes("bias")))
+    leading = (sublayer.num_experts,) if sublayer.is_fused else ()
+    require_shapes(sublayer, "bias", [(*leading, n) for n in rows])
     code = {"bfloat16": "BF16", "float16": "F16"}[sublayer.param_dtype]
-    stored = sublayer.dtypes(parameter)
-    steps = () if stored == (code,) else (Step("to_dtype", (("dtype", sublayer.param_dtype),)),)
-    return (Rule(name="bias", parameter=parameter, dtype=code, shape=(rows,), steps=steps, check="finite"),)
+    is_stored_so = sublayer.dtypes("bias") == (code,)
+    steps = () if is_stored_so else (Step("to_dtype", (("dtype", sublayer.param_dtype),)),)
+    return (Rule(name="bias", parameter="bias", dtype=code, shape=(sum(rows),), steps=steps, check="finite"),)
 
 
 def tensor_scale_rule(sublayer: Sublayer, name: str, parameter: str, check: str) -> Rule:
     """One number per projection, as F32 `[stacks]`: shapes () and (1,) both occur on disk."""
+    for stack in sublayer.stacks:
+        if parameter in stack and stack[parameter].shape not in ((), (1,)):
+            found = f"{list(stack[parameter].shape)}"
+            raise broken(sublayer, f"{parameter} of shape [] or [1]", found)
+    if not sublayer.has(**{parameter: FLOATS}):
+        raise broken(sublayer, f"{parameter} in F32, BF16 or F16", ", ".join(sublayer.dtypes(parameter)))
     steps = () if sublayer.dtypes(parameter) == ("F32",) else (Step("to_dtype", (("dtype", "float32"),)),)
     return Rule(
         name=name, parameter=parameter, dtype="F32", shape=(len(sublayer.stacks),), steps=steps, check=check

@@ -1,4 +1,4 @@
-"""Find the config group of compressed-tensors that describes a module, and read it into one strict object."""
+"""What the formats of compressed-tensors share: the config group of a module, and its scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from functools import lru_cache
 from typing import Any
 
 from humming_convert.families import PROJECTION_ALIASES
-from humming_convert.formats.base import Refused, Sublayer, broken, unsupported
+from humming_convert.formats.base import (
+    Rule,
+    Sublayer,
+    broken,
+    check_group,
+    one_dtype,
+    require_shapes,
+    rounding_check,
+    tensor_scale_rule,
+    unsupported,
+)
+
+METHOD = "compressed-tensors"
 
 KNOWN_FORMATS = (
     "pack-quantized",
@@ -24,7 +36,7 @@ _STANDARD_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """One config group: `strategy` is tensor, channel, group, tensor_group or block; `group_size` 0 if it has none."""
+    """One config group: `strategy` is tensor, channel, group, tensor_group or block."""
 
     format: str
     type: str
@@ -50,28 +62,77 @@ class Scheme:
             "symmetric": self.inputs.get("symmetric", True),
         }
 
+    def told(self) -> str:
+        """What the config promises, for messages."""
+        return f"{self.format} {self.type}{self.num_bits} weights, as the quantization config says"
+
+    def groups(self, shape_k: int) -> int:
+        """Scales per row."""
+        return shape_k // self.group_size if self.group_size else 1
+
     def has_static_input(self) -> bool:
         """Whether the checkpoint stores a scale for the activations."""
         return self.inputs is not None and self.inputs.get("dynamic", False) in (False, "local")
 
 
-def scheme_of(sublayer: Sublayer) -> Scheme | Refused:
+def scheme_of(sublayer: Sublayer) -> Scheme:
     """The scheme of the sublayer: that of the one group which all of its modules belong to."""
     groups = sublayer.quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        return broken(sublayer, "config_groups in the quantization config", f"{groups}")
+        raise broken(sublayer, "config_groups in the quantization config", f"{groups}")
     found: dict[str | None, str] = {}
     for module in sublayer.modules:
         found.setdefault(_group_of(groups, module), module)
     if None in found:
         targets = sorted({str(target) for group in groups.values() for target in _targets(group)})
         expected = f"a config group for {found[None]}"
-        return broken(sublayer, expected, f"only the targets {', '.join(targets)}")
+        raise broken(sublayer, expected, f"only the targets {', '.join(targets)}")
     if len(found) > 1:
         named = ", ".join(f"{module} in {group}" for group, module in found.items())
-        return unsupported(sublayer, "one config group for all experts of a layer", named)
+        raise unsupported(sublayer, "one config group for all experts of a layer", named)
     name = next(iter(found))
     return _parse_group(sublayer, str(name), groups[str(name)])
+
+
+def weight_schema(scheme: Scheme) -> dict[str, Any]:
+    """Humming's weight schema for a group, with nothing in it that Humming does not read."""
+    schema: dict[str, Any] = {
+        "quant_method": METHOD,
+        "format": scheme.format,
+        "type": scheme.type,
+        "num_bits": scheme.num_bits,
+        "strategy": scheme.strategy,
+        "symmetric": scheme.symmetric,
+    }
+    if scheme.group_size:
+        schema["group_size"] = scheme.group_size
+    if scheme.block is not None and scheme.strategy == "block":
+        schema["block_structure"] = list(scheme.block)
+    return schema
+
+
+def row_scale(sublayer: Sublayer, scheme: Scheme, rows: tuple[int, ...], shape_k: int) -> Rule:
+    """The rule for `weight_scale` [N, K/g] or [N, 1]. Raises RefusalError for what does not fit."""
+    if scheme.strategy == "group":
+        check_group(sublayer, scheme.group_size, shape_k)
+    elif scheme.strategy != "channel":
+        raise unsupported(sublayer, "one scale per group or per channel", f"strategy {scheme.strategy!r}")
+    groups = scheme.groups(shape_k)
+    require_shapes(sublayer, "weight_scale", [(n, groups) for n in rows])
+    return Rule(
+        name="weight_scale",
+        parameter="weight_scale",
+        dtype=one_dtype(sublayer, "weight_scale"),
+        shape=(sum(rows), groups),
+        check=rounding_check(sublayer, "weight_scale", "nonnegative"),
+    )
+
+
+def input_rules(sublayer: Sublayer, scheme: Scheme, name: str) -> tuple[Rule, ...]:
+    """The rule for the activations' static scale, where config and tensors have one."""
+    if not scheme.has_static_input() or name not in sublayer.parameters:
+        return ()
+    return (tensor_scale_rule(sublayer, name, name, "positive"),)
 
 
 def _targets(group: object) -> Iterable[str]:
@@ -80,7 +141,7 @@ def _targets(group: object) -> Iterable[str]:
 
 
 def _group_of(groups: Mapping[str, Any], module: str) -> str | None:
-    """A name or pattern that fits the module goes before the class name `Linear`, as in compressed-tensors."""
+    """A name or pattern that fits goes before the class name `Linear`, as in compressed-tensors."""
     for candidate in (module, *_other_names(module)):
         for name, group in groups.items():
             if any(_fits(target, candidate) for target in _targets(group)):
@@ -113,28 +174,28 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
         return None
 
 
-def _parse_group(sublayer: Sublayer, name: str, group: Mapping[str, Any]) -> Scheme | Refused:
+def _parse_group(sublayer: Sublayer, name: str, group: Mapping[str, Any]) -> Scheme:
     weights = group.get("weights")
     if not isinstance(weights, dict):
-        return broken(sublayer, f"weights in config group {name}", f"{weights}")
+        raise broken(sublayer, f"weights in config group {name}", f"{weights}")
     text = str(group.get("format") or sublayer.quantization.get("format") or "")
     if text not in KNOWN_FORMATS:
         known = ", ".join(KNOWN_FORMATS)
-        return unsupported(sublayer, f"a compressed-tensors format among {known}", repr(text))
+        raise unsupported(sublayer, f"a compressed-tensors format among {known}", repr(text))
     bits, group_size = weights.get("num_bits"), weights.get("group_size")
     if type(bits) is not int or not 1 <= bits <= 16:
-        return broken(sublayer, f"num_bits in config group {name}", f"{bits}")
+        raise broken(sublayer, f"num_bits in config group {name}", f"{bits}")
     if group_size is not None and type(group_size) is not int:
-        return broken(sublayer, f"a whole group_size in config group {name}", f"{group_size}")
+        raise broken(sublayer, f"a whole group_size in config group {name}", f"{group_size}")
     strategy = weights.get("strategy") or _strategy_of(group_size)
     if strategy == "group" and group_size == -1:
         strategy = "channel"
     actorder = weights.get("actorder")
     if actorder not in (None, "weight", "static"):
         hint = "Humming's kernels have no g_idx: quantize again with actorder None, weight or static"
-        return unsupported(sublayer, "weights in the order of their columns", f"actorder {actorder!r}", hint)
+        raise unsupported(sublayer, "weights in the order of their columns", f"actorder {actorder!r}", hint)
     if weights.get("dynamic"):
-        return unsupported(sublayer, "weights quantized in the file", "dynamic weights")
+        raise unsupported(sublayer, "weights quantized in the file", "dynamic weights")
     inputs = group.get("input_activations")
     block = weights.get("block_structure")
     return Scheme(

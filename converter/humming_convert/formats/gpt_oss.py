@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from humming_convert.formats.base import (
     Accepted,
-    Answer,
     Rejected,
     Rule,
     Sublayer,
@@ -21,23 +20,20 @@ class GptOssMxfp4:
     name = "mxfp4-gpt-oss"
     summary = "MXFP4 with fused experts (gpt-oss: _blocks, _scales, _bias)"
 
-    def match(self, sublayer: Sublayer) -> Answer:
+    def match(self, sublayer: Sublayer) -> Accepted | Rejected:
         """From the names and dtypes alone; the config has nothing that would be needed."""
         if not sublayer.is_fused or "blocks" not in sublayer.parameters:
             return Rejected("there is no fused _blocks tensor")
         if not sublayer.has(blocks="U8", scales="U8"):
-            return broken(sublayer, "blocks U8 and scales U8", sublayer.describe())
+            raise broken(sublayer, "blocks U8 and scales U8", sublayer.describe())
         blocks = sublayer.stacks[0]["blocks"].shape
         scales = sublayer.stacks[0]["scales"].shape
         if len(blocks) != 4 or blocks[3] != _BLOCK // 2 or scales != blocks[:3]:
             expected = "blocks [E, N, K/32, 16] and scales [E, N, K/32]"
-            return broken(sublayer, expected, f"{list(blocks)} and {list(scales)}")
+            raise broken(sublayer, expected, f"{list(blocks)} and {list(scales)}")
         rows, shape_k = blocks[1], blocks[2] * _BLOCK
         if sublayer.name == "w13" and rows % 2:
-            return broken(sublayer, "as many gate as up rows", f"{rows} rows")
-        bias = sublayer.stacks[0].get("bias")
-        if bias is not None and bias.shape != (sublayer.num_experts, rows):
-            return broken(sublayer, f"bias [{sublayer.num_experts}, {rows}]", f"{list(bias.shape)}")
+            raise broken(sublayer, "as many gate as up rows", f"{rows} rows")
         return Accepted(
             format=self.name,
             stacks_n=(rows // 2, rows // 2) if sublayer.name == "w13" else (rows,),
@@ -54,6 +50,6 @@ class GptOssMxfp4:
                     shape=(rows, shape_k // _BLOCK),
                     check="e8m0",
                 ),
-                *bias_rule(sublayer, rows),
+                *bias_rule(sublayer, (rows,)),
             ),
         )

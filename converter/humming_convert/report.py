@@ -1,0 +1,165 @@
+"""A plan, and what is supported at all, as text for people and as plain values for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from humming_convert.families import FAMILIES
+from humming_convert.formats import FORMATS, METHODS
+from humming_convert.plan import ConversionPlan, LayerPlan, SublayerPlan
+from humming_convert.source import Checkpoint
+
+
+def plan_as_json(plan: ConversionPlan, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The plan as JSON values: every layer, the passed-through tensors by name, sizes in bytes."""
+    passed = [checkpoint.tensors[name] for name in plan.passthrough]
+    return {
+        "source": plan.source,
+        "files": len(checkpoint.files),
+        "tensors": len(checkpoint.tensors),
+        "bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        "quantization": {
+            "origin": checkpoint.quantization_origin or None,
+            "quant_method": (checkpoint.quantization or {}).get("quant_method"),
+        },
+        "param_dtype": plan.param_dtype,
+        "layers": [_layer_as_json(layer) for layer in plan.layers],
+        "converted_bytes": sum(layer.source_bytes for layer in plan.layers),
+        "passthrough": {
+            "bytes": sum(tensor.nbytes for tensor in passed),
+            "tensors": list(plan.passthrough),
+            "side_files": list(checkpoint.side_files),
+        },
+        "notes": list(plan.notes),
+    }
+
+
+def plan_as_text(plan: ConversionPlan, checkpoint: Checkpoint) -> str:
+    """The plan as a table, alike layers on one row."""
+    method = (checkpoint.quantization or {}).get("quant_method", "none given")
+    origin = checkpoint.quantization_origin or "told by its tensors"
+    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    passed = sum(checkpoint.tensors[name].nbytes for name in plan.passthrough)
+    converted = sum(layer.source_bytes for layer in plan.layers)
+    unused = sum(len(part.unused) for layer in plan.layers for part in layer.sublayers)
+    families = ", ".join(dict.fromkeys(layer.family for layer in plan.layers))
+    lines = [
+        f"{plan.source}: {len(checkpoint.tensors)} tensors in {_count(len(checkpoint.files), 'file')}, {_size(total)}",
+        f"family {families}, quant_method {method} ({origin}), parameters in {plan.param_dtype}",
+        "",
+        *_table(["layers", "experts", "hidden", "intermediate", "w13", "w2", "size"], _rows(plan.layers)),
+        "",
+        f"converted: {_count(len(plan.layers), 'MoE layer')}, {_size(converted)}",
+        f"passed through: {_count(len(plan.passthrough), 'tensor')}, {_size(passed)}, byte for byte; "
+        f"{_count(len(checkpoint.side_files), 'other file')}",
+    ]
+    if unused:
+        lines.append(f"left out: {_count(unused, 'tensor')} with no place in the kernel layout")
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def support_as_json() -> dict[str, Any]:
+    """Families, formats and quantization methods from the tables that decide about them."""
+    return {
+        "families": {row.name: list(row.model_types) for row in FAMILIES},
+        "formats": {row.name: row.summary for row in FORMATS if row.summary},
+        "quant_methods": sorted(METHODS),
+    }
+
+
+def support_as_text() -> str:
+    """Families and formats as two tables."""
+    families = [[row.name, ", ".join(row.model_types)] for row in FAMILIES]
+    formats = [[row.name, row.summary] for row in FORMATS if row.summary]
+    return "\n".join(
+        [*_table(["family", "model_type"], families), "", *_table(["format", "what it is"], formats)]
+    )
+
+
+def _layer_as_json(layer: LayerPlan) -> dict[str, Any]:
+    return {
+        "layer_name": layer.layer_name,
+        "family": layer.family,
+        "num_experts": layer.num_experts,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "activation_function": layer.activation_function,
+        "gate_up": "interleaved" if layer.is_interleaved else "split",
+        "has_bias": layer.has_bias,
+        "source_bytes": layer.source_bytes,
+        "sublayers": {part.name: _sublayer_as_json(part) for part in layer.sublayers},
+    }
+
+
+def _sublayer_as_json(part: SublayerPlan) -> dict[str, Any]:
+    return {
+        "format": part.format,
+        "shape_n": part.shape_n,
+        "shape_k": part.shape_k,
+        "weight_schema": part.weight_schema,
+        "input_schema": part.input_schema,
+        "tensors": {
+            tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "parts": len(tensor.parts)}
+            for tensor in (*part.tensors, *part.input_tensors)
+        },
+        "unused": len(part.unused),
+    }
+
+
+def _rows(layers: Sequence[LayerPlan]) -> list[list[str]]:
+    """One row for each run of layers that differ only in their number."""
+    rows: list[list[str]] = []
+    runs: list[tuple[list[LayerPlan], list[str]]] = []
+    for layer in layers:
+        w13, w2 = layer.sublayers
+        sizes = [str(layer.num_experts), str(layer.hidden_size), str(layer.intermediate_size)]
+        row = [*sizes, _form(w13), _form(w2)]
+        if runs and runs[-1][1] == row:
+            runs[-1][0].append(layer)
+        else:
+            runs.append(([layer], row))
+    for run, row in runs:
+        first, last = run[0].layer_name, run[-1].layer_name
+        name = first if len(run) == 1 else f"{first} to {last} ({len(run)})"
+        rows.append([name, *row, _size(sum(layer.source_bytes for layer in run))])
+    return rows
+
+
+def _form(part: SublayerPlan) -> str:
+    schema = part.weight_schema
+    group = schema.get("group_size") or schema.get("weight_block_size") or schema.get("block_structure")
+    bits = schema.get("bits") or (schema.get("num_bits") if schema.get("type") == "int" else None)
+    words = [part.format]
+    if bits:
+        words.append(f"{bits} bit")
+    if isinstance(group, list):
+        words.append("x".join(str(extent) for extent in group))
+    elif group:
+        words.append(f"g{group}")
+    if schema.get("zero_point") or schema.get("symmetric") is False:
+        words.append("asym")
+    return " ".join(words)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    cells = [list(heads), *(list(row) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _size(size: int) -> str:
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
