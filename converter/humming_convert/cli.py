@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
+from humming_convert.activation import DESCRIPTIONS, NAMES
 from humming_convert.errors import ConvertError, OutputError
 from humming_loader._version import __version__
 from humming_loader.errors import LoaderError
@@ -21,7 +22,6 @@ from humming_loader.errors import LoaderError
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
 
-ACTIVATION_NAMES = ("a16", "fp8", "fp8-block", "mxfp8", "int8", "nvfp4", "mxfp4", "checkpoint")
 
 
 class DefaultToConvert(click.Group):
@@ -74,7 +74,7 @@ def main() -> None:
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--target", default="auto", show_default=True, help="GPU architecture, smNN; auto: this machine's, or sm90.")
 @click.option("--cuda", default=None, help="CUDA compiler version where it will be served.  [default: 13.0]")
-@click.option("--activation", type=click.Choice(ACTIVATION_NAMES), default="a16", show_default=True,
+@click.option("--activation", type=click.Choice(NAMES), default="a16", show_default=True,
               help="What the kernels multiply with; checkpoint: what the checkpoint says.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), help="Parameter dtype.  [default: the checkpoint's]")
 @click.option("--device", default="auto", show_default=True, help="Where to convert: auto, cpu, cuda or cuda:i.")
@@ -99,7 +99,7 @@ def convert(source: Path, out: Path, **given: Any) -> None:  # noqa: ANN401 - Cl
 
 @main.command()
 @click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
-@click.option("--activation", type=click.Choice(ACTIVATION_NAMES), default="a16", show_default=True)
+@click.option("--activation", type=click.Choice(NAMES), default="a16", show_default=True)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]))
 @click.option("--quant-config", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -157,17 +157,16 @@ def formats(as_json: bool) -> None:
 @reports_errors
 def targets(as_json: bool) -> None:
     """List the GPU architectures and activations that can be converted for."""
-    from humming_convert.activation import ACTIVATION_NOTES
     from humming_convert.target import SM_NAMES
 
     if as_json:
-        rows = {"targets": {f"sm{sm}": name for sm, name in SM_NAMES.items()}, "activations": ACTIVATION_NOTES}
+        rows = {"targets": {f"sm{sm}": name for sm, name in SM_NAMES.items()}, "activations": DESCRIPTIONS}
         click.echo(json.dumps(rows, indent=1))
         return
     for sm, name in SM_NAMES.items():
         click.echo(f"sm{sm:<5} {name}")
     click.echo()
-    for name, note in ACTIVATION_NOTES.items():
+    for name, note in DESCRIPTIONS.items():
         click.echo(f"{name:<12} {note}")
 
 

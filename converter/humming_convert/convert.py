@@ -59,6 +59,8 @@ class SublayerRun:
             for seen in _ordered(self.setting, self._scan, self.chunks):
                 if seen:
                     break
+        if self.converter.whole:
+            self.chunks = (range(self.chunks[0].start, self.chunks[-1].stop),)
         self.slices = _ordered(self.setting, self._convert, self.chunks)
         self.first = next(self.slices)
 
@@ -119,10 +121,7 @@ def begin_sublayer(plan: SublayerPlan, layer: LayerPlan, gatherer: Gatherer, set
         small=small,
     )
     chunk_bytes = CPU_CHUNK_BYTES if setting.device == "cpu" else GPU_CHUNK_BYTES
-    bytes_per_expert = weight_bytes(weight) // layer.num_experts
-    chunks = [range(layer.num_experts)] if converter.whole else chunks_of(
-        layer.num_experts, bytes_per_expert, chunk_bytes
-    )
+    chunks = chunks_of(layer.num_experts, weight_bytes(weight) // layer.num_experts, chunk_bytes)
     run = SublayerRun(plan, converter, tuple(chunks), weight, gatherer, setting)
     run.start()
     return run

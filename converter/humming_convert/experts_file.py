@@ -10,9 +10,10 @@ import torch
 
 from humming_convert.convert import Setting, SublayerRun, begin_sublayer, final_shapes, source_bytes_of
 from humming_convert.gather import Gatherer
-from humming_convert.kernel_format import fingerprint, layer_config_to_str, probe_digest, schema_to_dict
+from humming_convert.layout_probe import fingerprint, layer_config_to_str, probe_digest
 from humming_convert.plan import LayerPlan
 from humming_convert.progress import ByteProgress
+from humming_convert.schemas import schema_to_dict
 from humming_convert.slicing_rules import slicing_rules
 from humming_convert.writer import ExpertsFileWriter, TensorSpec, metadata_size
 from humming_loader._version import __version__
@@ -105,6 +106,7 @@ def _sublayer_entry(layer: LayerPlan, run: SublayerRun, setting: Setting, name: 
         tensors[key] = TensorEntry(name, stored, code, shape, UNKNOWN_DIGEST)
     converter = run.converter
     has_input = converter.input_schema is not None and converter.config.a_dtype.num_bits != 16
+    flags = fingerprint(converter.config, setting.target)
     return SublayerEntry(
         tensors=tensors,
         shape_n=run.plan.shape_n,
@@ -115,8 +117,8 @@ def _sublayer_entry(layer: LayerPlan, run: SublayerRun, setting: Setting, name: 
         weight_schema=schema_to_dict(converter.weight_schema),
         input_schema=schema_to_dict(converter.input_schema) if has_input else None,
         layer_config=layer_config_to_str(converter.config),
-        fingerprint=Fingerprint(fingerprint(converter.config, setting.target), probe_digest(converter)),
-        slicing=slicing_rules(run.plan.name, converter.config),
+        fingerprint=Fingerprint(flags, probe_digest(converter)),
+        slicing=slicing_rules(run.plan.name, converter.config, flags),
     )
 
 

@@ -13,7 +13,7 @@ from humming_convert.safetensors_header import read_header
 from humming_loader.dtypes import tensor_nbytes
 from humming_loader.entries import LayerEntry, Manifest, SublayerEntry
 from humming_loader.manifest import MANIFEST_FILE, METADATA_LAYERS, METADATA_VERSION, parse_layer_metadata
-from humming_loader.reader import read_manifest
+from humming_loader import read_manifest
 
 
 def inspect_as_json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from humming_convert import experts_file, model_card
@@ -16,7 +17,7 @@ from humming_convert.convert import Setting
 from humming_convert.errors import CheckpointError, ConvertError, Problem, UnsupportedError
 from humming_convert.gather import Gatherer
 from humming_convert.hf_config import converted_config
-from humming_convert.kernel_format import check_compatible, humming_version
+from humming_convert.layout_probe import check_compatible
 from humming_convert.options import ConvertOptions
 from humming_convert.output import OutputFolder
 from humming_convert.passthrough import copy_side_files, write_passthrough
@@ -218,7 +219,7 @@ def _manifest(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         source=Source(plan.source, None, files),
         target=TargetEntry(target.sm, target.cuda, target.is_ppu),
-        humming_version=humming_version(),
+        humming_version=version("humming-kernels"),
         param_dtype=plan.param_dtype,
         activation=options.activation,
         layers=dict(layers),
