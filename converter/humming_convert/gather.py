@@ -72,12 +72,15 @@ class Gatherer:
     ) -> int:
         """Put one part at `offset` along the stacking axis of `out`; the extent that it takes there."""
         header = self.checkpoint.tensors[part.source]
-        if not tensor.steps and not tensor.check and tensor.axis == 0 and header.dtype == tensor.dtype:
+        if not tensor.steps and not tensor.check and tensor.axis == 0 and out.ndim and header.dtype == tensor.dtype:
             # The destination is one run of bytes: read into it, with no copy on the way.
             extent = math.prod(header.shape) // math.prod(tensor.shape[2:])
             self.payload.read_into(part.source, _bytes_of(out[offset : offset + extent]))
             return extent
         value = self._apply(tensor, part, self._read(header), problems)
+        if not out.ndim:
+            out.copy_(value.reshape(()))
+            return 1
         extent = value.numel() * out.shape[tensor.axis] // out.numel()
         shape = list(out.shape)
         shape[tensor.axis] = extent
