@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 Config = dict[str, Any]
@@ -145,9 +146,9 @@ class ExpertName(NamedTuple):
     parameter: str
 
 
-_EXPERTS = r"(?P<name>(?P<prefix>(?:[\w.]+\.)?)layers\.(?P<layer>\d{1,6})\.(?P<parent>[\w.]+)\.experts)\."
-_PER_EXPERT = re.compile(_EXPERTS + r"(?P<expert>\d{1,6})\.(?P<projection>\w+)\.(?P<parameter>[\w.]+)")
-_FUSED = re.compile(_EXPERTS + r"(?P<projection>gate_up_proj|down_proj)(?:[._](?P<parameter>\w+))?")
+_HEAD = re.compile(r"(?P<prefix>(?:[\w.]+\.)?)layers\.(?P<layer>\d{1,6})\.(?P<parent>[\w.]+)")
+_PER_EXPERT = re.compile(r"(?P<expert>\d{1,6})\.(?P<projection>\w+)\.(?P<parameter>[\w.]+)")
+_FUSED = re.compile(r"(?P<projection>gate_up_proj|down_proj)(?:[._](?P<parameter>\w+))?")
 
 
 def parse_expert_name(name: str) -> ExpertName | None:
@@ -155,22 +156,30 @@ def parse_expert_name(name: str) -> ExpertName | None:
 
     Shared experts are not routed experts, and have other names (`shared_experts`).
     """
-    if ".experts." not in name:
+    head, separator, tail = name.rpartition(".experts.")
+    if not separator:
         return None
-    match = _PER_EXPERT.fullmatch(name)
-    if match is not None:
-        layer_name, prefix, layer, parent, expert, projection, parameter = match.groups()
-        alias = PROJECTION_ALIASES.get(projection)
-        if alias is None:
-            return None
-        return ExpertName(layer_name, prefix, int(layer), parent, int(expert), alias, parameter)
-    match = _FUSED.fullmatch(name)
-    if match is None:
-        return None
-    layer_name, prefix, layer, parent, projection, parameter = match.groups()
-    return ExpertName(
-        layer_name, prefix, int(layer), parent, None, FUSED_PROJECTIONS[projection], parameter or ""
+    layer, tensor = _parse_head(head), _parse_tail(tail)
+    return None if layer is None or tensor is None else ExpertName(*layer, *tensor)
+
+
+# A large checkpoint has 100,000 names, but few different heads and tails.
+@lru_cache(maxsize=4096)
+def _parse_head(head: str) -> tuple[str, str, int, str] | None:
+    match = _HEAD.fullmatch(head)
+    return (
+        None if match is None else (head + ".experts", match["prefix"], int(match["layer"]), match["parent"])
     )
+
+
+@lru_cache(maxsize=65536)
+def _parse_tail(tail: str) -> tuple[int | None, str, str] | None:
+    match = _PER_EXPERT.fullmatch(tail)
+    if match is not None:
+        alias = PROJECTION_ALIASES.get(match["projection"])
+        return None if alias is None else (int(match["expert"]), alias, match["parameter"])
+    match = _FUSED.fullmatch(tail)
+    return None if match is None else (None, FUSED_PROJECTIONS[match["projection"]], match["parameter"] or "")
 
 
 def family_from_names(names: list[str]) -> Family:

@@ -19,20 +19,15 @@ _SAFE_NUMBER_OF_EXPERTS = 65_536
 
 @dataclass(slots=True)
 class LayerTensors:
-    """The experts' tensors of one MoE layer: `headers[expert, projection][parameter]`, expert None: all."""
+    """The experts' tensors of one MoE layer: `headers[expert, projection][parameter]`, expert None: all.
+
+    `is_fused` says that some tensor holds all experts, `is_mixed` that others hold one.
+    """
 
     name: ExpertName
     headers: dict[tuple[int | None, str], dict[str, TensorHeader]] = field(default_factory=dict)
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether one tensor holds all experts."""
-        return any(expert is None for expert, _ in self.headers)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether some tensors hold all experts and others one."""
-        return self.is_fused and any(expert is not None for expert, _ in self.headers)
+    is_fused: bool = False
+    is_mixed: bool = False
 
     def experts(self) -> list[int]:
         """The numbers of the experts that have a tensor of their own, in order."""
@@ -44,20 +39,28 @@ class LayerTensors:
 
     def facts(self, projection: str) -> dict[str, Facts]:
         """dtype and shape of each parameter of a projection: those of most experts, where they differ."""
-        counts: dict[str, Counter[Facts]] = {}
-        for (_, name), parameters in self.headers.items():
-            if name == projection:
-                for parameter, header in parameters.items():
-                    counts.setdefault(parameter, Counter())[Facts(header.dtype, header.shape)] += 1
-        return {parameter: counter.most_common(1)[0][0] for parameter, counter in counts.items()}
+        found: dict[str, Facts] = {}
+        differ: set[str] = set()
+        of_projection = [parameters for (_, name), parameters in self.headers.items() if name == projection]
+        for parameters in of_projection:
+            for parameter, header in parameters.items():
+                known = found.get(parameter)
+                if known is None:
+                    found[parameter] = Facts(header.dtype, header.shape)
+                elif known.dtype != header.dtype or known.shape != header.shape:
+                    differ.add(parameter)
+        for parameter in differ:
+            headers = [parameters[parameter] for parameters in of_projection if parameter in parameters]
+            found[parameter] = Counter(Facts(x.dtype, x.shape) for x in headers).most_common(1)[0][0]
+        return found
 
     def is_quantized(self) -> bool:
         """Whether any weight is stored in something else than a plain float."""
-        return any(
-            parameter in _COMPANIONS or header.dtype not in _PLAIN
-            for parameters in self.headers.values()
-            for parameter, header in parameters.items()
-        )
+        for parameters in self.headers.values():
+            for parameter, header in parameters.items():
+                if parameter in _COMPANIONS or header.dtype not in _PLAIN:
+                    return True
+        return False
 
 
 _PLAIN = ("BF16", "F16", "F32", "F64")
@@ -83,13 +86,20 @@ def index_layers(tensors: Mapping[str, TensorHeader], problems: list[Problem]) -
         if parsed is None:
             others.append(name)
             continue
-        layer = layers.get(parsed.layer_name)
+        layer_name, _, _, _, expert, projection, parameter = parsed
+        layer = layers.get(layer_name)
         if layer is None:
-            layer = layers[parsed.layer_name] = LayerTensors(parsed)
-        parameters = layer.headers.setdefault((parsed.expert, parsed.projection), {})
-        other = parameters.setdefault(parsed.parameter, header)
+            layer = layers[layer_name] = LayerTensors(parsed)
+        parameters = layer.headers.get((expert, projection))
+        if parameters is None:
+            parameters = layer.headers[expert, projection] = {}
+        other = parameters.setdefault(parameter, header)
         if other is not header:
             problems.append(Problem(f"tensor {name}", "one name for it", f"also {other.name}"))
+    for layer in layers.values():
+        fused = sum(expert is None for expert, _ in layer.headers)
+        layer.is_fused = fused > 0
+        layer.is_mixed = 0 < fused < len(layer.headers)
     ordered = sorted(layers.items(), key=lambda item: (item[1].name.layer, item[0]))
     return LayerIndex(dict(ordered), tuple(others))
 

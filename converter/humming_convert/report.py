@@ -45,7 +45,8 @@ def plan_as_text(plan: ConversionPlan, checkpoint: Checkpoint) -> str:
     unused = sum(len(part.unused) for layer in plan.layers for part in layer.sublayers)
     families = ", ".join(dict.fromkeys(layer.family for layer in plan.layers))
     lines = [
-        f"{plan.source}: {len(checkpoint.tensors)} tensors in {_count(len(checkpoint.files), 'file')}, {_size(total)}",
+        f"{plan.source}: {_count(len(checkpoint.tensors), 'tensor')} in "
+        f"{_count(len(checkpoint.files), 'file')}, {_size(total)}",
         f"family {families}, quant_method {method} ({origin}), parameters in {plan.param_dtype}",
         "",
         *_table(["layers", "experts", "hidden", "intermediate", "w13", "w2", "size"], _rows(plan.layers)),

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from humming_loader.dtypes import SAFETENSORS_DTYPES
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+_POSITION = attrgetter("offset", "nbytes")
 _BITS: Mapping[str, int] = {code: info.bits for code, info in SAFETENSORS_DTYPES.items()}
 
 
@@ -140,13 +142,8 @@ def _parse_metadata(value: object, name: str) -> dict[str, str]:
 
 
 def _parse_entries(entries: dict[str, Any], file: str, base: int, size: int) -> tuple[TensorHeader, ...]:
-    tensors = []
-    for name, entry in entries.items():
-        if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
-            found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
-            raise _fault(f"{file}: tensor {name}", "dtype, shape and data_offsets", f"{found}")
-        tensors.append(_parse_entry(name, entry, file, base))
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    tensors = [_parse_entry(name, entry, file, base) for name, entry in entries.items()]
+    tensors.sort(key=_POSITION)
     position = base
     for tensor in tensors:
         if tensor.offset != position:
@@ -155,32 +152,47 @@ def _parse_entries(entries: dict[str, Any], file: str, base: int, size: int) -> 
             raise _fault(f"{file}: tensor {tensor.name}", f"data at offset {position - base}", found)
         position += tensor.nbytes
     if position != size:
+        is_short = position > size
         hint = (
-            "the file is truncated: fetch it again"
-            if position > size
-            else "the file has bytes that no tensor owns"
+            "the file is truncated: fetch it again" if is_short else "the file has bytes that no tensor owns"
         )
         raise _fault(file, f"{position} bytes, as its header says", f"{size} bytes", hint)
     return tuple(tensors)
 
 
 def _parse_entry(name: str, entry: dict[str, Any], file: str, base: int) -> TensorHeader:
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    # `type(x) is int` and not isinstance: JSON's true would pass for 1.
-    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
-        raise _fault(f"{file}: tensor {name}", "a shape of whole numbers", f"{str(shape)[:80]}")
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not all(type(offset) is int for offset in offsets)
-        or not 0 <= offsets[0] <= offsets[1]
-    ):
-        raise _fault(f"{file}: tensor {name}", "data_offsets [begin, end]", f"{str(offsets)[:80]}")
-    bits = _BITS.get(dtype) if isinstance(dtype, str) else None
-    if bits is None:
-        raise _fault(f"{file}: tensor {name}", "a dtype code of safetensors", f"{str(dtype)[:80]!r}")
-    begin, end = offsets
-    if math.prod(shape) * bits != (end - begin) * 8:
-        expected = f"{math.prod(shape) * bits // 8} bytes for {dtype} {shape}"
-        raise _fault(f"{file}: tensor {name}", expected, f"{end - begin} bytes")
+    """One entry, checked in as few operations as possible: a checkpoint may have 100,000 of them."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        size = _BITS[dtype]
+        # `type(x) is int` and not isinstance: JSON's true would pass for 1.
+        is_sound = type(shape) is list and type(begin) is int and type(end) is int and len(entry) == 3
+        for extent in shape:
+            is_sound = is_sound and type(extent) is int and extent >= 0
+            size *= extent
+        if not is_sound or not 0 <= begin <= end or size != (end - begin) * 8:
+            raise _explain(name, entry, file)
+    except (KeyError, TypeError, ValueError):
+        raise _explain(name, entry, file) from None
     return TensorHeader(name, dtype, tuple(shape), file, base + begin, end - begin)
+
+
+def _explain(name: str, entry: object, file: str) -> CheckpointError:
+    """What is wrong with an entry that is not sound."""
+    where = f"{file}: tensor {name}"
+    if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
+        found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+        return _fault(where, "dtype, shape and data_offsets", f"{found}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        return _fault(where, "a dtype code of safetensors", f"{str(dtype)[:80]!r}")
+    if not _are_whole(shape):
+        return _fault(where, "a shape of whole numbers", f"{str(shape)[:80]}")
+    if not _are_whole(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        return _fault(where, "data_offsets [begin, end]", f"{str(offsets)[:80]}")
+    expected = f"{math.prod(shape) * _BITS[dtype] // 8} bytes for {dtype} {shape}"
+    return _fault(where, expected, f"{offsets[1] - offsets[0]} bytes")
+
+
+def _are_whole(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

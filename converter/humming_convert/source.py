@@ -150,6 +150,8 @@ def _merge(headers: list[FileHeader], problems: list[Problem]) -> dict[str, Tens
 
 
 def _compare_index(weight_map: dict[str, str], tensors: dict[str, TensorHeader]) -> list[Problem]:
+    if weight_map == {name: tensor.file for name, tensor in tensors.items()}:
+        return []
     problems = []
     for name, file in weight_map.items():
         tensor = tensors.get(name)

@@ -86,21 +86,25 @@ def pack_words(codes: Array, bits: int) -> Array:
     """Codes `[R, C]` below 2**bits as int32 words `[R, C*bits/32]`, dense, least significant bit first."""
     planes = (codes[..., None].astype(np.uint8) >> np.arange(bits, dtype=np.uint8)) & 1
     packed = np.packbits(planes.reshape(codes.shape[0], -1), axis=1, bitorder="little")
-    return np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).view(np.int32)
+    words: Array = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).view(np.int32)
+    return words
 
 
 def pack_padded_words(codes: Array, bits: int) -> Array:
-    """The packing of compressed-tensors before mid-2026: 32 // bits whole codes a word, the rest of it empty."""
+    """The packing of compressed-tensors before mid-2026: 32 // bits whole codes a word."""
     per_word = 32 // bits
     padded = np.pad(codes.astype(np.uint32), ((0, 0), (0, -codes.shape[1] % per_word)))
     words = padded.reshape(codes.shape[0], -1, per_word) << (np.arange(per_word, dtype=np.uint32) * bits)
-    return words.sum(axis=2, dtype=np.uint32).view(np.int32)
+    packed: Array = words.sum(axis=2, dtype=np.uint32).view(np.int32)
+    return packed
 
 
 def pack_awq(codes: Array) -> Array:
     """4 bit codes `[R, N]` as int32 words `[R, N/8]`, AWQ's nibble order."""
     ordered = codes.reshape(codes.shape[0], -1, 8)[..., list(_AWQ_ORDER)].astype(np.uint32)
-    return (ordered << (np.arange(8, dtype=np.uint32) * 4)).sum(axis=2, dtype=np.uint32).view(np.int32)
+    nibbles = ordered << (np.arange(8, dtype=np.uint32) * 4)
+    words: Array = nibbles.sum(axis=2, dtype=np.uint32).view(np.int32)
+    return words
 
 
 def write_safetensors(
@@ -309,13 +313,13 @@ class _Experts:
     def _fp8(self, n: int, k: int) -> dict[str, RawTensor]:
         found = {"weight": RawTensor("F8_E4M3", self._fp8_codes((n, k)))}
         if self.format.endswith("block"):
-            shape = (-(-n // self._block[0]), -(-k // self._block[1]))
+            blocks = (-(-n // self._block[0]), -(-k // self._block[1]))
             name = "weight_scale_inv" if self.format == "fp8_block" else "weight_scale"
-            found[name] = self._scale(*shape, default="F32" if self.format == "fp8_block" else "BF16")
+            found[name] = self._scale(*blocks, default="F32" if self.format == "fp8_block" else "BF16")
         elif self.format == "ct_fp8_channel":
             found["weight_scale"] = self._scale(n, 1)
         else:
-            shape = () if self.format == "fp8_tensor" else (1,)
+            shape: tuple[int, ...] = () if self.format == "fp8_tensor" else (1,)
             found["weight_scale"] = self._scale(*shape, default="F32")
             if self.options.get("static", False):
                 found["input_scale"] = self._scale(*shape, default="F32")
@@ -464,12 +468,10 @@ class _Experts:
                 "strategy": "group" if is_mx else "tensor_group",
                 "group_size": self._group,
             }
-            inputs = (
-                None
-                if is_mx
-                else token | {"num_bits": 4, "dynamic": "local", "strategy": "tensor_group", "group_size": 16}
-            )
-            return "mxfp4-pack-quantized" if is_mx else "nvfp4-pack-quantized", weights, inputs
+            if is_mx:
+                return "mxfp4-pack-quantized", weights, None
+            local = {"num_bits": 4, "dynamic": "local", "strategy": "tensor_group", "group_size": 16}
+            return "nvfp4-pack-quantized", weights, token | local
         weights |= {"num_bits": self._bits, "type": "int"}
         if not self._channel:
             weights |= {"strategy": "group", "group_size": self._group}

@@ -178,7 +178,7 @@ def one_dtype(sublayer: Sublayer, parameter: str) -> str:
 
 
 def weight_shapes(sublayer: Sublayer, parameter: str = "weight") -> tuple[tuple[int, ...], int]:
-    """Rows per projection and the common width of a plain [N, width] weight. Raises RefusalError without them."""
+    """Rows per projection and the common width of a plain [N, width] weight; raises without them."""
     shapes = [stack[parameter].shape for stack in sublayer.stacks if parameter in stack]
     if len(shapes) != len(sublayer.stacks):
         raise broken(sublayer, f"{parameter} in every projection", sublayer.describe())
@@ -218,7 +218,7 @@ def bias_rule(sublayer: Sublayer, rows: Sequence[int]) -> tuple[Rule, ...]:
 
 
 def tensor_scale_rule(sublayer: Sublayer, name: str, parameter: str, check: str) -> Rule:
-    """One number per projection, as F32 `[stacks]`, or one number an expert for w2: shapes () and (1,) both occur on disk."""
+    """One number per projection, as F32: `[2]` for gate and up, `[]` for down; `()` or `(1,)` on disk."""
     for stack in sublayer.stacks:
         if parameter in stack and stack[parameter].shape not in ((), (1,)):
             found = f"{list(stack[parameter].shape)}"
@@ -227,7 +227,13 @@ def tensor_scale_rule(sublayer: Sublayer, name: str, parameter: str, check: str)
         raise broken(sublayer, f"{parameter} in F32, BF16 or F16", ", ".join(sublayer.dtypes(parameter)))
     steps = () if sublayer.dtypes(parameter) == ("F32",) else (Step("to_dtype", (("dtype", "float32"),)),)
     return Rule(
-        name=name, parameter=parameter, dtype="F32", shape=(len(sublayer.stacks),) if len(sublayer.stacks) > 1 else (), steps=steps, check=check
+        name=name,
+        parameter=parameter,
+        dtype="F32",
+        # Humming drops the axis of projections where there is only one.
+        shape=(len(sublayer.stacks),) if len(sublayer.stacks) > 1 else (),
+        steps=steps,
+        check=check,
     )
 
 

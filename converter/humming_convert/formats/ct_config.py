@@ -81,7 +81,9 @@ def scheme_of(sublayer: Sublayer) -> Scheme:
     if not isinstance(groups, dict) or not groups:
         raise broken(sublayer, "config_groups in the quantization config", f"{groups}")
     found: dict[str | None, str] = {}
-    for module in sublayer.modules:
+    has_names = any(_names_modules(target) for group in groups.values() for target in _targets(group))
+    # Without a name or pattern every module is in the same group, and one look tells which.
+    for module in sublayer.modules if has_names else sublayer.modules[:1]:
         found.setdefault(_group_of(groups, module), module)
     if None in found:
         targets = sorted({str(target) for group in groups.values() for target in _targets(group)})
@@ -138,6 +140,10 @@ def input_rules(sublayer: Sublayer, scheme: Scheme, name: str) -> tuple[Rule, ..
 def _targets(group: object) -> Iterable[str]:
     targets = group.get("targets") if isinstance(group, dict) else None
     return [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+
+
+def _names_modules(target: str) -> bool:
+    return target.startswith("re:") or "." in target
 
 
 def _group_of(groups: Mapping[str, Any], module: str) -> str | None:
