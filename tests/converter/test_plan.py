@@ -354,7 +354,8 @@ class TestConfig:
 
         assert refusal(tmp_path, UnsupportedError, edit=edit) == (
             "config.json: quantization_config: expected weights in the order of their columns, "
-            "found GPTQ with desc_act; Humming's kernels have no g_idx, which activation order needs: use desc_act false"
+            "found GPTQ with desc_act; "
+            "Humming's kernels have no g_idx, which activation order needs: use desc_act false"
         )
 
     def test_an_unknown_family_lists_the_known_ones(self, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def fault(path: Path) -> str:
 
 
 def test_a_file_of_the_safetensors_library_reads(tmp_path: Path) -> None:
-    values = {
+    values: dict[str, np.ndarray[Any, Any]] = {
         "b": np.ones((2, 3), np.float32),
         "a": np.arange(5, dtype=np.int64),
         "s": np.array(3, np.float16),
