@@ -14,10 +14,25 @@ ACTIVATIONS: dict[str, dict[str, Any] | None] = {
     "a16": None,
     "fp8": {"quant_method": "humming", "dtype": "float8e4m3"},
     "fp8-block": {"quant_method": "humming", "dtype": "float8e4m3", "group_size": 128},
-    "mxfp8": {"quant_method": "humming", "dtype": "float8e4m3", "group_size": 32, "scale_dtype": "float8e8m0"},
+    "mxfp8": {
+        "quant_method": "humming",
+        "dtype": "float8e4m3",
+        "group_size": 32,
+        "scale_dtype": "float8e8m0",
+    },
     "int8": {"quant_method": "humming", "dtype": "int8"},
-    "nvfp4": {"quant_method": "humming", "dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3"},
-    "mxfp4": {"quant_method": "humming", "dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"},
+    "nvfp4": {
+        "quant_method": "humming",
+        "dtype": "float4e2m1",
+        "group_size": 16,
+        "scale_dtype": "float8e4m3",
+    },
+    "mxfp4": {
+        "quant_method": "humming",
+        "dtype": "float4e2m1",
+        "group_size": 32,
+        "scale_dtype": "float8e8m0",
+    },
 }
 NAMES: tuple[str, ...] = (*ACTIVATIONS, CHECKPOINT)
 
@@ -36,8 +51,8 @@ DESCRIPTIONS: dict[str, str] = {
 def input_schema_for(activation: str, source: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The input schema of an activation name; `source` is what the checkpoint says of its own activations.
 
-    For `checkpoint` the result carries `allow_fallback`, as vLLM's configuration does: another activation may take its
-    place when the GPU cannot run it. None: 16 bits. Raises UnsupportedError for an unknown name.
+    For `checkpoint` the result carries `allow_fallback`, as vLLM's configuration does: another activation may
+    take its place when the GPU cannot run it. None: 16 bits. Raises UnsupportedError for an unknown name.
     """
     if activation == CHECKPOINT:
         return None if source is None else {**source, "allow_fallback": True}

@@ -173,14 +173,15 @@ def _fused(
     view = padded if per_row else padded.reshape(padded.shape[0], 1, -1)
     largest, smallest = view.max(axis=-1, keepdims=True), view.min(axis=-1, keepdims=True)
     floor = largest - np.minimum(largest - smallest, _FUSED_RANGE[layout.activation.name]).astype(np.uint8)
+    # Of the padding, only the part in the range of the whole expert counts.
+    floor = floor[:, : layout.logical_n]
     raised = np.maximum(scale, floor)
     below = raised - scale
     group = layout.group
     shrunk = _shrink_table()[np.minimum(below, 127)[..., None], codes.reshape(*scale.shape, group)]
     relative = raised - floor + np.uint8(layout.activation.name == "float8e4m3")
     factor = np.ldexp(np.float32(1), floor[..., 0].astype(np.int32) - 128).astype(np.float32)
-    n = layout.logical_n
-    scale_2 = round_to(factor[:, :n], layout.result.name) if per_row else factor[:, 0]
+    scale_2 = round_to(factor, layout.result.name) if per_row else factor[:, 0]
     return shrunk.reshape(codes.shape), relative, scale_2
 
 

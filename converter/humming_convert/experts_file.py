@@ -17,7 +17,7 @@ from humming_convert.schemas import schema_to_dict
 from humming_convert.slicing_rules import slicing_rules
 from humming_convert.writer import ExpertsFileWriter, TensorSpec, metadata_size
 from humming_loader._version import __version__
-from humming_loader.dtypes import code_of_torch_dtype, tensor_nbytes
+from humming_loader.dtypes import code_of_torch_dtype
 from humming_loader.entries import LayerEntry, SublayerEntry, TensorEntry
 from humming_loader.fingerprint import Fingerprint
 from humming_loader.manifest import layer_metadata, stored_name
@@ -28,16 +28,6 @@ UNKNOWN_DIGEST = "0" * 64
 def file_name(number: int, count: int) -> str:
     """Path in the output folder of the `number`-th of `count` layers. Tensor names never become paths."""
     return f"humming/experts-{number:05d}-of-{count:05d}.safetensors"
-
-
-def packed_bytes(layers: Mapping[str, LayerEntry]) -> int:
-    """Bytes of all packed tensors."""
-    return sum(
-        tensor_nbytes(tensor.dtype, tensor.shape, tensor.name)
-        for layer in layers.values()
-        for sublayer in layer.sublayers.values()
-        for tensor in sublayer.tensors.values()
-    )
 
 
 def write_layer(

@@ -1,8 +1,8 @@
-"""One sublayer's tensors in the final layout of Humming's kernels: the only file that calls Humming's conversion.
+"""One sublayer's tensors in the final layout of Humming's kernels, by Humming's own conversion code.
 
-Humming's schema and layout code runs as it is, with this package's stand-ins at its seams (`host/`). Scales, zero
-points and every decision that depends on all experts are made once, with the weight left out; the weight then goes
-through its own steps slice by slice, in any order and from several threads.
+Humming's schema and layout code runs as it is, with this package's stand-ins at its seams (`host/`). Scales,
+zero points and every decision that depends on all experts are made once, with the weight left out; the weight
+then goes through its own steps slice by slice, in any order and from several threads.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from humming_convert.errors import Problem, UnsupportedError
-from humming_convert.host import native, shadow
+from humming_convert.host import shadow
+from humming_convert.host.foreign import Foreign
 from humming_convert.host.target import emulate, humming
+from humming_convert.host.weight_steps import contains_lowest, lay_out
 from humming_convert.schemas import choose_input_schema, input_schema_of, param_dtype_of, weight_schema_of
 from humming_convert.sublayer_inputs import Facts, attributes, checked_small, explained, weight_name
 from humming_convert.target import Target
@@ -28,11 +29,11 @@ PAD_K = 128
 
 @dataclass(frozen=True, slots=True)
 class PackedSublayer:
-    """The final tensors of one sublayer, Humming's LayerConfig for them, and the final schemas (Humming's objects)."""
+    """The final tensors of one sublayer, Humming's LayerConfig for them, and its final schema objects."""
 
-    config: Any
-    schema: Any
-    input_schema: Any
+    config: Foreign
+    schema: Foreign
+    input_schema: Foreign
     tensors: dict[str, torch.Tensor]
 
 
@@ -49,11 +50,12 @@ def convert_to_humming_moe_kernel_format(
     param_dtype: str | torch.dtype,
     target: Target,
 ) -> PackedSublayer:
-    """Convert one sublayer (`[E, ...]` tensors under the schema's own names) for `target`; inputs stay as they are.
+    """Convert one sublayer (`[E, ...]` tensors under the schema's own names) for `target`; inputs stay as
+    they are.
 
     Schemas are Humming's, as objects or as their configuration dictionaries; `input_schema` None means 16-bit
-    activations. The result is on the tensors' device. Raises UnsupportedError when Humming cannot take the weights,
-    the activation or the shape, naming what.
+    activations. The result is on the tensors' device. Raises UnsupportedError when Humming cannot take the
+    weights, the activation or the shape, naming what.
     """
     schema = weight_schema_of(weight_schema)
     facts = Facts(schema, shape_n, shape_k, num_experts, target)
@@ -74,19 +76,17 @@ def convert_to_humming_moe_kernel_format(
     )
     if converter.needs_scan:
         converter.scan(tensors[name])
-    packed = converter.convert(tensors[name], 0)
-    return PackedSublayer(
-        converter.config, converter.weight_schema, converter.input_schema, packed | converter.common()
-    )
+    final = converter.convert(tensors[name], 0) | converter.common()
+    return PackedSublayer(converter.config, converter.weight_schema, converter.input_schema, final)
 
 
 class SublayerConverter:
     """Converts one sublayer by slices of experts, bit for bit as the whole at once.
 
-    `small` holds every tensor but the weight for all experts. Call `scan` with every slice first when `needs_scan`
-    (it may stop once it returns True); pass all experts to `convert` at once when `whole`. `config` (Humming's
-    LayerConfig), `weight_schema` and `input_schema` are final once scanning is done. Methods may be called from
-    several threads.
+    `small` holds every tensor but the weight for all experts. Call `scan` with every slice first when
+    `needs_scan` (it may stop once it returns True); pass all experts to `convert` at once when `whole`.
+    `config` (Humming's LayerConfig), `weight_schema` and `input_schema` are final once scanning is done.
+    Methods may be called from several threads.
     """
 
     def __init__(
@@ -103,7 +103,10 @@ class SublayerConverter:
         target: Target,
         small: Mapping[str, torch.Tensor],
     ) -> None:
-        """Decide what depends on all experts. Raises UnsupportedError naming schema, activation, shape and target."""
+        """Decide what depends on all experts.
+
+        Raises UnsupportedError naming schema, activation, shape and target.
+        """
         self.target = target
         self.param_dtype = param_dtype_of(param_dtype)
         self.num_experts = num_experts
@@ -114,18 +117,24 @@ class SublayerConverter:
         self._device = next((tensor.device for tensor in small.values()), torch.device("cpu"))
         self._facts = Facts(self._source, shape_n, shape_k, num_experts, target)
         self._lock = threading.Lock()
-        self._scanned = 0
+        self._scanned, self._seen = 0, False
         attrs = attributes(self._facts, self.param_dtype, has_bias, len(self._stacks))
         self._weight_key = weight_name(attrs, self._facts)
         self._weight_attr = attrs[self._weight_key]
         self._small = checked_small(small, attrs, self._weight_key, self._facts)
         meta = torch.empty(self._weight_attr["shape"], dtype=self._weight_attr["dtype"], device="meta")
         with self._humming():
-            self._schema, self._tensors = self._convert_source({**self._small, self._weight_key: meta}, num_experts)
-            self._source_input_final, self._inputs = self._source_input.convert_humming(
-                tensors=dict(small), shape_n_stacks=self._stacks, shape_k_stacks=[shape_k],
-                param_dtype=self.param_dtype, num_experts=num_experts,
+            self._schema, self._tensors = self._convert_source(
+                {**self._small, self._weight_key: meta}, num_experts
             )
+            self._source_input_final, self._inputs = self._source_input.convert_humming(
+                tensors=dict(small),
+                shape_n_stacks=self._stacks,
+                shape_k_stacks=[shape_k],
+                param_dtype=self.param_dtype,
+                num_experts=num_experts,
+            )
+            self._outlines = self._outlined(meta)
             self.needs_scan: bool = self._symmetric(has_lowest_code=False)[0].b_dtype != self._schema.b_dtype
         self.whole = False
         self._record: shadow.Record | None = None
@@ -133,31 +142,49 @@ class SublayerConverter:
             self.decide(has_lowest_code=True)
 
     def scan(self, weight: torch.Tensor) -> bool:
-        """Look for the lowest code in a slice of the weight; True once it was seen in any slice."""
+        """Look for the lowest code in a slice of the weight; True once it was seen.
+
+        Give it every expert once.
+        """
         if self._record is not None:
-            return True
+            return self._seen
         with self._humming():
             packed = self._packed_source(weight, None)
-            found = self._contains_lowest(packed)
+            found = contains_lowest(packed, self._schema.b_dtype.num_bits)
         with self._lock:
             self._scanned += weight.shape[0]
-            complete = self._scanned >= self.num_experts
-        if found or complete:
-            self.decide(has_lowest_code=found)
-        return found
+            self._seen |= found
+            # Counted together: whoever completes the count also knows what every other thread saw.
+            seen, complete = self._seen, self._scanned >= self.num_experts
+        if seen or complete:
+            self.decide(has_lowest_code=seen)
+        return seen
 
     def convert(self, weight: torch.Tensor, first_expert: int) -> dict[str, torch.Tensor]:
-        """The final per-expert tensors of `weight`'s experts, which start at `first_expert`; contiguous, `[e, ...]`."""
+        """The final per-expert tensors of `weight`'s experts, which start at `first_expert`.
+
+        Contiguous, `[e, ...]`.
+        """
         count = weight.shape[0]
         if self._record is None:
-            raise ValueError(f"expected a scan of all {self.num_experts} experts before converting, found {self._scanned}")
-        if first_expert < 0 or first_expert + count > self.num_experts or (self.whole and count != self.num_experts):
-            raise ValueError(f"experts {first_expert}..{first_expert + count - 1} of {self.num_experts}, whole={self.whole}")
+            raise ValueError(
+                f"expected a scan of all {self.num_experts} experts before converting, found {self._scanned}"
+            )
+        if (
+            first_expert < 0
+            or first_expert + count > self.num_experts
+            or (self.whole and count != self.num_experts)
+        ):
+            raise ValueError(
+                f"expected {'all' if self.whole else 'some'} of {self.num_experts} experts, "
+                f"found {first_expert} to {first_expert + count - 1}"
+            )
         with self._humming():
             if self.whole:
                 return self._convert_whole(weight)
             rows = slice(first_expert, first_expert + count)
-            packed = self._layout(self._packed_source(weight, rows), rows)
+            source = self._packed_source(weight, rows)
+            packed = lay_out(source, rows, schema=self._schema, config=self.config, record=self._record)
         small = {name: tensor[rows].contiguous() for name, tensor in self._final.items()}
         return {"weight": packed, **small}
 
@@ -167,19 +194,21 @@ class SublayerConverter:
         return {key: value for key, value in self._inputs.items() if key == name}
 
     def decide(self, *, has_lowest_code: bool) -> None:
-        """Fix everything but the weight itself. `scan` calls it; needed by hand only when the answer is known otherwise."""
+        """Fix everything but the weight itself; `scan` calls it when it knows the answer."""
         with self._lock, self._humming():
             if self._record is not None:
                 return
             self.weight_schema, tensors = self._symmetric(has_lowest_code=has_lowest_code)
             self.input_schema = choose_input_schema(
-                self.weight_schema, self._source_input_final, self.param_dtype, self.target,
+                self.weight_schema,
+                self._source_input_final,
+                self.param_dtype,
+                self.target,
                 allow_fallback=self._allow_fallback,
             )
             with shadow.recording() as record:
                 config, final = self._prepare({**tensors, "weight": self._tensors["weight"]})
-            if self._needs_every_weight(config, tensors):
-                self.whole = True
+            self.whole = shadow.needs_every_weight(humming(), config, tensors, self.num_experts)
             del final["weight"]
             self.config, self._final, self._record = config, final, record
 
@@ -188,16 +217,38 @@ class SublayerConverter:
         with explained(self._facts), emulate(self.target, self._device):
             yield
 
-    # --- Humming's steps -------------------------------------------------------------------------------------
+    # --- Humming's steps
+    # -------------------------------------------------------------------------------------
 
-    def _convert_source(self, tensors: Mapping[str, torch.Tensor], experts: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    def _convert_source(
+        self, tensors: Mapping[str, torch.Tensor], experts: int
+    ) -> tuple[Foreign, dict[str, torch.Tensor]]:
         schema, converted = self._source.convert_humming(
-            tensors=dict(tensors), shape_n_stacks=self._stacks, shape_k_stacks=[self._k],
-            param_dtype=self.param_dtype, num_experts=experts, convert_symmetric_integer=False,
+            tensors=dict(tensors),
+            shape_n_stacks=self._stacks,
+            shape_k_stacks=[self._k],
+            param_dtype=self.param_dtype,
+            num_experts=experts,
+            convert_symmetric_integer=False,
         )
         return schema, converted
 
-    def _symmetric(self, *, has_lowest_code: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+    def _outlined(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What stands for the small tensors when only the weight is converted: their shapes, if those will
+        do.
+
+        Scales of one value per projection are always looked at, and cost nothing.
+        """
+        outlines = {
+            name: tensor if tensor.ndim < 3 else tensor.to("meta") for name, tensor in self._small.items()
+        }
+        try:
+            self._convert_source({**outlines, self._weight_key: weight}, self.num_experts)
+        except (RuntimeError, NotImplementedError):
+            return self._small
+        return outlines
+
+    def _symmetric(self, *, has_lowest_code: bool) -> tuple[Foreign, dict[str, torch.Tensor]]:
         """Humming's choice between offset and sign-magnitude codes, asked with a stand-in for the weight."""
         fill = 0 if has_lowest_code else -1
         weight = torch.full((1, 32), fill, dtype=torch.int32, device=self._device)
@@ -206,23 +257,21 @@ class SublayerConverter:
         schema, tensors = self._schema.convert_symmetric_integer_weight({**self._tensors, "weight": weight})
         return schema, {name: tensor for name, tensor in tensors.items() if name != "weight"}
 
-    def _prepare(self, tensors: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+    def _prepare(self, tensors: dict[str, torch.Tensor]) -> tuple[Foreign, dict[str, torch.Tensor]]:
         config, final = humming().transform.prepare_and_transform_humming_tensors(
-            tensors=tensors, shape_n=self._n, shape_k=self._k, weight_schema=self.weight_schema,
-            input_schema=self.input_schema, num_experts=self.num_experts, pad_n_to_multiple=PAD_N,
-            pad_k_to_multiple=PAD_K, has_bias=self.has_bias, torch_dtype=self.param_dtype, device=self._device,
+            tensors=tensors,
+            shape_n=self._n,
+            shape_k=self._k,
+            weight_schema=self.weight_schema,
+            input_schema=self.input_schema,
+            num_experts=self.num_experts,
+            pad_n_to_multiple=PAD_N,
+            pad_k_to_multiple=PAD_K,
+            has_bias=self.has_bias,
+            torch_dtype=self.param_dtype,
+            device=self._device,
         )
         return config, final
-
-    def _needs_every_weight(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """humming-kernels 0.1.20 looks at every weight when the scales of an expert spread beyond the fused range."""
-        modules = humming()
-        if not config.use_fused_e8m0_scale or not hasattr(modules.transform, "fit_fused_e8m0_scale_range"):
-            return False
-        if config.weight_scale_2_type.value == "channel":
-            return False
-        max_range = 11 if config.a_dtype == modules.dtypes.float8e4m3 else 3
-        return not shadow.fits_fused_range(tensors["weight_scale"], self.num_experts, max_range)
 
     def _convert_whole(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         packed = self._packed_source(weight, slice(0, self.num_experts))
@@ -230,7 +279,8 @@ class SublayerConverter:
         self.config, final = self._prepare({**tensors, "weight": packed})
         return final
 
-    # --- the weight, slice by slice --------------------------------------------------------------------------
+    # --- the weight, slice by slice
+    # --------------------------------------------------------------------------
 
     def _packed_source(self, weight: torch.Tensor, rows: slice | None) -> torch.Tensor:
         """A slice of the source's weight as Humming's packed int32 `[e, N, K * bits / 32]`."""
@@ -243,57 +293,7 @@ class SublayerConverter:
         rows = slice(0, count) if rows is None else rows
         slices = {
             name: tensor[rows] if tensor.ndim and tensor.shape[0] == self.num_experts else tensor
-            for name, tensor in self._small.items()
+            for name, tensor in self._outlines.items()
         }
         _, converted = self._convert_source({**slices, self._weight_key: weight.contiguous()}, count)
-        packed: torch.Tensor = converted["weight"]
-        return packed
-
-    def _contains_lowest(self, packed: torch.Tensor) -> bool:
-        bits = self._schema.b_dtype.num_bits
-        if packed.device.type == "cpu":
-            return native.contains_code(packed.contiguous(), bits, 0)
-        return bool((humming().ops.unpack_weight(packed, bits) == 0).any())
-
-    def _layout(self, packed: torch.Tensor, rows: slice) -> torch.Tensor:
-        record = self._record
-        if record is None or record.transform is None:
-            raise ValueError("expected the sublayer's layout to be decided")
-        packed = self._as_kind(packed, record.arguments["b_dtype"])
-        pad_n = self.config.pad_shape_n
-        pad_words = self.config.pad_shape_k * self.config.b_dtype.num_bits // 32
-        if pad_n or pad_words:
-            packed = torch.nn.functional.pad(packed, (0, pad_words, 0, pad_n))
-        if record.offsets is not None:
-            packed = humming().ops.process_mxfp4_w4a8_weight(packed, record.offsets[rows].contiguous(), outputs=torch.empty_like(packed))
-        arguments = dict(record.arguments)
-        if arguments.get("zero_point") is not None:
-            arguments["zero_point"] = arguments["zero_point"][rows]
-        result: torch.Tensor = record.transform(packed, **arguments)
-        return result.contiguous()
-
-    def _as_kind(self, packed: torch.Tensor, final: Any) -> torch.Tensor:
-        """The codes as the layout wants them: offset binary or sign and magnitude."""
-        source_kind, kind = _kind(self._schema.b_dtype), _kind(final)
-        if source_kind == kind:
-            return packed
-        bits = final.num_bits
-        if packed.device.type == "cpu":
-            out = torch.empty_like(packed)
-            native.convert(packed.contiguous(), out, bits, source_kind, kind)
-            return out
-        if kind == "sign_magnitude":
-            converted: torch.Tensor = self._schema.convert_symmetric_integer_weight({"weight": packed})[1]["weight"]
-            return converted
-        middle = 1 << (bits - 1)
-        codes = humming().ops.unpack_weight(packed, bits)
-        low = codes & (middle - 1)
-        unsigned: torch.Tensor = humming().ops.pack_weight(torch.where(codes >= middle, middle - low, middle + low), bits)
-        return unsigned
-
-
-def _kind(dtype: Any) -> str:
-    """The kind of codes of a Humming dtype; only integers and floats without an exponent convert into each other."""
-    if dtype.is_integer_type:
-        return "uint"  # offset binary, whatever the sign says, until the layout step
-    return "sign_magnitude" if dtype.exponent_bits == 0 else str(dtype)
+        return converted["weight"]

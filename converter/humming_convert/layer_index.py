@@ -113,13 +113,14 @@ def count_experts(layer: LayerTensors, told: int | None, problems: list[Problem]
             problems.append(Problem(where, "fused tensors that hold as many experts", f"{sorted(counts)}"))
             return 0
         count = counts.pop()
+        if count == 0:
+            problems.append(Problem(where, "fused tensors that hold experts", "none"))
+            return 0
     else:
         experts = layer.experts()
         count = max(experts[-1] + 1, told or 0)
         if count > _SAFE_NUMBER_OF_EXPERTS:
-            problems.append(
-                Problem(where, f"at most {_SAFE_NUMBER_OF_EXPERTS} experts", f"expert {experts[-1]}")
-            )
+            problems.append(Problem(where, f"at most {_SAFE_NUMBER_OF_EXPERTS} experts", f"{count}"))
             return 0
         missing = sorted(set(range(count)) - set(experts))
         if missing:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from humming_convert import experts_file, model_card
-from humming_convert.activation import input_schema_for
-from humming_convert.checks import check_expected
-from humming_convert.convert import Setting
-from humming_convert.errors import CheckpointError, ConvertError, Problem, UnsupportedError
-from humming_convert.gather import Gatherer
+from humming_convert import model_card
+from humming_convert.errors import CheckpointError, Problem
 from humming_convert.hf_config import converted_config
-from humming_convert.layout_probe import check_compatible
 from humming_convert.options import ConvertOptions
 from humming_convert.output import OutputFolder
 from humming_convert.passthrough import copy_side_files, write_passthrough
@@ -28,6 +22,7 @@ from humming_convert.provenance import SourceHasher
 from humming_convert.source import Checkpoint, Payload, open_checkpoint
 from humming_convert.writer import TensorSpec
 from humming_loader._version import __version__
+from humming_loader.dtypes import tensor_nbytes
 from humming_loader.entries import (
     FileEntry,
     LayerEntry,
@@ -77,19 +72,21 @@ def convert_checkpoint(options: ConvertOptions) -> ConversionReport:
     start = time.perf_counter()
     checkpoint = open_checkpoint(options.source, options.quant_config)
     plan = build_plan(checkpoint, activation=options.activation, dtype=options.dtype)
-    check_all_compatible(plan, options)
     source_root = options.source if checkpoint.is_single_file else checkpoint.root
+    total = sum(header.nbytes for header in checkpoint.tensors.values())
+    hashed = [file.name for file in checkpoint.files] if options.hash_source else []
     with OutputFolder(options.out, source_root=source_root, overwrite=options.overwrite) as folder:
-        total = sum(header.nbytes for header in checkpoint.tensors.values())
         folder.require_space(total)
-        hashed = [file.name for file in checkpoint.files] if options.hash_source else []
         with (
             byte_progress("converting") as progress,
             Payload(checkpoint) as payload,
             SourceHasher(checkpoint.root, hashed) as hasher,
         ):
+            # torch and Humming are imported only now: bad input is refused at once, and the source is hashed meanwhile.
+            from humming_convert.layers import convert_layers
+
             progress.total(total)
-            layers = _convert_layers(plan, options, Gatherer(checkpoint, payload), folder, progress)
+            layers = convert_layers(plan, options, checkpoint, payload, folder, progress)
             passed = _copy_tensors(plan, checkpoint, payload, folder, options, progress)
             progress.label("hashing the source")
             digests = hasher.result()
@@ -100,7 +97,7 @@ def convert_checkpoint(options: ConvertOptions) -> ConversionReport:
     return ConversionReport(
         out=options.out,
         layers=len(layers),
-        packed_bytes=experts_file.packed_bytes(layers),
+        packed_bytes=packed_bytes(layers),
         source_bytes=total,
         passthrough_tensors=passed.tensors,
         passthrough_bytes=passed.bytes,
@@ -109,56 +106,14 @@ def convert_checkpoint(options: ConvertOptions) -> ConversionReport:
     )
 
 
-def check_all_compatible(plan: ConversionPlan, options: ConvertOptions) -> None:
-    """Raises UnsupportedError with every sublayer that Humming cannot take for this activation and target.
-
-    Nothing of the payload has been read by then.
-    """
-    problems: dict[str, Problem] = {}
-    for layer in plan.layers:
-        for sublayer in layer.sublayers:
-            try:
-                schema = input_schema_for(options.activation, sublayer.input_schema)
-                check_compatible(sublayer.weight_schema, schema, plan.param_dtype, options.target)
-            except UnsupportedError as error:
-                for problem in error.problems:
-                    # Every layer of one kind fails alike: one line says it.
-                    problems.setdefault(str(problem), problem)
-    if problems:
-        raise UnsupportedError(list(problems.values()))
-
-
-def _convert_layers(
-    plan: ConversionPlan, options: ConvertOptions, gatherer: Gatherer, folder: OutputFolder, progress: ByteProgress
-) -> dict[str, LayerEntry]:
-    entries: dict[str, LayerEntry] = {}
-    with ThreadPoolExecutor(options.workers, thread_name_prefix="convert") as pool:
-        setting = Setting(
-            target=options.target,
-            activation=options.activation,
-            param_dtype=plan.param_dtype,
-            device=options.device,
-            pool=pool,
-            workers=options.workers,
-        )
-        for number, layer in enumerate(plan.layers, 1):
-            progress.label(layer.layer_name)
-            problems = [
-                problem
-                for sublayer in layer.sublayers
-                for problem in check_expected(gatherer.checkpoint, gatherer.payload, sublayer)
-            ]
-            if problems:
-                raise CheckpointError(problems)
-            name = experts_file.file_name(number, len(plan.layers))
-            try:
-                entries[layer.layer_name] = experts_file.write_layer(
-                    layer, gatherer, setting, folder.path(name), name, progress
-                )
-            except ConvertError as error:
-                error.add_note(layer.layer_name)
-                raise
-    return entries
+def packed_bytes(layers: Mapping[str, LayerEntry]) -> int:
+    """Bytes of all packed tensors."""
+    return sum(
+        tensor_nbytes(tensor.dtype, tensor.shape, tensor.name)
+        for layer in layers.values()
+        for sublayer in layer.sublayers.values()
+        for tensor in sublayer.tensors.values()
+    )
 
 
 def _copy_tensors(

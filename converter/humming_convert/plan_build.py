@@ -157,14 +157,18 @@ def _choose_layers(
             plain.append(layer.name.layer)
         else:
             chosen[name] = layer
+    for name in index.others:
+        if name.rpartition(".experts.")[0] + ".experts" in chosen:
+            expected = "only tensors of experts' projections beside converted ones"
+            building.broken.append(Problem(f"tensor {name}", expected, "an unknown name"))
+            foreign.remove(name)
     if predicted:
         building.notes.append(f"layer {shorten(predicted)}: multi-token prediction, passed through")
     if plain:
         building.notes.append(f"layer {shorten(plain)}: experts are not quantized, passed through")
     if foreign:
-        building.notes.append(
-            f"{foreign[0]} and {len(foreign) - 1} more: not experts of {family.name}, passed through"
-        )
+        names = foreign[0] if len(foreign) == 1 else f"{foreign[0]} and {len(foreign) - 1} more"
+        building.notes.append(f"{names}: not experts of {family.name}, passed through")
     if last is not None and not building.checkpoint.is_single_file:
         here = [layer.name.layer for name, layer in index.layers.items() if name not in foreign]
         check_layers_present(family, config, here, last, building.broken)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 from pathlib import Path
 
 from humming_convert.errors import Problem, UnsupportedError
@@ -56,22 +58,29 @@ def visible_sm(device: str) -> int | None:
 
     Raises UnsupportedError when `device` names a GPU that is not there or is no device name.
     """
-    import torch
-
-    name = "cuda" if device in ("auto", "cpu") else device
-    try:
-        index = torch.device(name).index or 0
-    except RuntimeError:
-        problem = Problem("--device", "auto, cpu, cuda or cuda:i", repr(device))
-        raise UnsupportedError([problem]) from None
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if index < count:
-        major, minor = torch.cuda.get_device_capability(index)
-        return major * 10 + minor
+    match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", device)
+    if match is None:
+        raise UnsupportedError([Problem("--device", "auto, cpu, cuda or cuda:i", repr(device))])
+    index = int(match[1] or 0)
+    sms = _visible_sms()
+    if index < len(sms):
+        return sms[index]
     if device in ("auto", "cpu"):
         return None
-    found = f"{count} CUDA device(s) here"
+    found = f"{len(sms)} CUDA device(s) here"
     raise UnsupportedError([Problem("--device", f"a CUDA device for {device!r}", found, "use --device cpu")])
+
+
+def _visible_sms() -> list[int]:
+    """The architecture of every visible GPU. Without NVIDIA's driver there is none, and torch is not imported."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [major * 10 + minor for major, minor in map(torch.cuda.get_device_capability, range(count))]
 
 
 def _resolve_sm(target: str, device_sm: int | None, notes: list[str]) -> int:

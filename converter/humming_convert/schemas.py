@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from humming_convert.errors import Problem, UnsupportedError
+from humming_convert.host.foreign import Foreign
 from humming_convert.host.target import humming
 from humming_convert.target import Target
 
@@ -24,14 +24,17 @@ def param_dtype_of(dtype: str | torch.dtype) -> torch.dtype:
     return PARAM_DTYPES[name]
 
 
-def weight_schema_of(schema: object) -> Any:
-    """Humming's weight schema object from its dictionary (or itself). Raises UnsupportedError for what it does not know."""
+def weight_schema_of(schema: object) -> Foreign:
+    """Humming's weight schema object from its dictionary (or itself).
+
+    Raises UnsupportedError for what it does not know.
+    """
     if not isinstance(schema, Mapping):
         return schema
     return _from_config(humming().schema.BaseWeightSchema, schema, "weight schema")
 
 
-def input_schema_of(schema: object) -> tuple[Any, bool]:
+def input_schema_of(schema: object) -> tuple[Foreign, bool]:
     """Humming's input schema object (None: 16 bits) and whether another activation may take its place."""
     if schema is None:
         return humming().schema.HummingInputSchema(), False
@@ -42,18 +45,23 @@ def input_schema_of(schema: object) -> tuple[Any, bool]:
     return _from_config(humming().schema.BaseInputSchema, config, "input schema"), fallback
 
 
-def _from_config(base: Any, config: Mapping[str, Any], where: str) -> Any:
+def _from_config(base: Foreign, config: Mapping[str, Foreign], where: str) -> Foreign:
     if "quant_method" not in config:
         raise UnsupportedError([Problem(where, "a quant_method", str(dict(config)))])
     try:
         return base.from_config(dict(config))
     except (AssertionError, ValueError, TypeError, NotImplementedError) as error:
         reason = str(error) or "values that its checks refuse"
-        raise UnsupportedError([Problem(f"{where} {dict(config)}", "a schema that Humming takes", reason)]) from error
+        raise UnsupportedError(
+            [Problem(f"{where} {dict(config)}", "a schema that Humming takes", reason)]
+        ) from error
 
 
-def schema_to_dict(schema: object) -> dict[str, Any] | None:
-    """A schema as JSON values that `from_config` accepts back; None for None. Raises TypeError for an unknown field type."""
+def schema_to_dict(schema: object) -> dict[str, Foreign] | None:
+    """A schema as JSON values that `from_config` accepts back; None for None.
+
+    Raises TypeError for an unknown field type.
+    """
     if schema is None:
         return None
     if isinstance(schema, Mapping):
@@ -62,7 +70,7 @@ def schema_to_dict(schema: object) -> dict[str, Any] | None:
     return {item.name: _plain(getattr(schema, item.name)) for item in fields}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Foreign) -> Foreign:
     if isinstance(value, enum.Enum):
         return value.value
     if value is None or isinstance(value, bool | int | float | str):
@@ -75,12 +83,14 @@ def _plain(value: Any) -> Any:
 
 
 def choose_input_schema(
-    weight: Any, source: Any, param_dtype: torch.dtype, target: Target, *, allow_fallback: bool
-) -> Any:
-    """The activation that the kernels will run for a converted weight schema; call it inside an emulation of `target`.
+    weight: Foreign, source: Foreign, param_dtype: torch.dtype, target: Target, *, allow_fallback: bool
+) -> Foreign:
+    """The activation that the kernels will run for a converted weight schema; call it inside an emulation of
+    `target`.
 
-    Without `allow_fallback` it is `source`, or UnsupportedError names the pair. With it, vLLM's order of preference:
-    `source` itself unless the GPU runs it badly, then kinds ever farther from it, at last 16 bits.
+    Without `allow_fallback` it is `source`, or UnsupportedError names the pair. With it, vLLM's order of
+    preference: `source` itself unless the GPU runs it badly, then kinds ever farther from it, at last 16
+    bits.
     """
     schema = source.to_humming_schema(param_dtype)
     dtypes = humming().dtypes
@@ -90,19 +100,29 @@ def choose_input_schema(
     if compatible and (not allow_fallback or _bits(schema.a_dtype) == 16):
         return schema
     if compatible and not is_slow(schema.a_dtype, target.sm):
-        return humming().schema.HummingInputSchema() if _prefers_16_bits(weight, schema, target.sm) else schema
+        return (
+            humming().schema.HummingInputSchema() if _prefers_16_bits(weight, schema, target.sm) else schema
+        )
     for dtype in _fallbacks(schema.a_dtype, param_dtype) if allow_fallback else ():
         candidate = _candidate(dtype, weight, target.sm)
         if not is_slow(dtype, target.sm) and candidate.is_compatible_with(weight, param_dtype):
             return candidate
-    where = f"weights {weight.b_dtype} (scales {weight.bs_dtype or param_dtype}, group {weight.weight_scale_group_size or 'none'})"
-    found = f"activation {schema.a_dtype or param_dtype} (group {schema.input_scale_group_size or 'none'})"
+    name = dtypes.DataType.from_torch_dtype(param_dtype)
+    group = weight.weight_scale_group_size or "none"
+    where = f"weights {weight.b_dtype} (scales {weight.bs_dtype or name}, group {group})"
+    found = f"activation {schema.a_dtype or name} (group {schema.input_scale_group_size or 'none'})"
     zero = ", with zero points" if weight.has_zero_point else ""
     hint = "choose another --activation or --target"
-    raise UnsupportedError([Problem(where + zero, f"an activation that Humming's kernels take with them on {target}", found, hint)])
+    raise UnsupportedError(
+        [
+            Problem(
+                where + zero, f"an activation that Humming's kernels take with them on {target}", found, hint
+            )
+        ]
+    )
 
 
-def is_slow(dtype: Any, sm: int) -> bool:
+def is_slow(dtype: Foreign, sm: int) -> bool:
     """Whether vLLM 0.33 avoids this activation dtype on `sm` when it may choose."""
     if _bits(dtype) == 16:
         return False
@@ -112,11 +132,11 @@ def is_slow(dtype: Any, sm: int) -> bool:
     return bool(dtype == dtypes.int4 and sm >= 90)
 
 
-def _bits(dtype: Any) -> int:
+def _bits(dtype: Foreign) -> int:
     return 16 if dtype is None else int(dtype.num_bits)
 
 
-def _prefers_16_bits(weight: Any, schema: Any, sm: int) -> bool:
+def _prefers_16_bits(weight: Foreign, schema: Foreign, sm: int) -> bool:
     """8-bit activations with any group-wise scale are left for 16 bits, but for MXFP8 from SM 120 on."""
     is_mxfp8 = (
         sm >= 120
@@ -128,7 +148,7 @@ def _prefers_16_bits(weight: Any, schema: Any, sm: int) -> bool:
     return _bits(schema.a_dtype) == 8 and is_groupwise and not is_mxfp8
 
 
-def _fallbacks(dtype: Any, param_dtype: torch.dtype) -> tuple[Any, ...]:
+def _fallbacks(dtype: Foreign, param_dtype: torch.dtype) -> tuple[Foreign, ...]:
     order = {
         "float8e5m2": ("float8e4m3", "float8e3m4", "int8"),
         "float8e4m3": ("float8e3m4", "int8"),
@@ -144,13 +164,20 @@ def _fallbacks(dtype: Any, param_dtype: torch.dtype) -> tuple[Any, ...]:
     return (*own, *(data_type.from_str(name) for name in names), data_type.from_torch_dtype(param_dtype))
 
 
-def _candidate(dtype: Any, weight: Any, sm: int) -> Any:
+def _candidate(dtype: Foreign, weight: Foreign, sm: int) -> Foreign:
     dtypes, schema = humming().dtypes, humming().schema.HummingInputSchema
     if _bits(dtype) == 16:
         return schema(a_dtype=dtype, input_quant_mode="none")
     is_mx = weight.weight_scale_group_size == 32 and weight.bs_dtype == dtypes.float8e8m0
-    if dtype in (dtypes.float8e4m3, dtypes.float8e3m4) and sm >= 120 and (weight.weight_scale_group_size == 0 or is_mx):
+    if (
+        dtype in (dtypes.float8e4m3, dtypes.float8e3m4)
+        and sm >= 120
+        and (weight.weight_scale_group_size == 0 or is_mx)
+    ):
         return schema(
-            a_dtype=dtype, input_scale_group_size=32, input_scale_dtype=dtypes.float8e8m0, input_quant_mode="dynamic_group"
+            a_dtype=dtype,
+            input_scale_group_size=32,
+            input_scale_dtype=dtypes.float8e8m0,
+            input_quant_mode="dynamic_group",
         )
     return schema(a_dtype=dtype, input_scale_dtype=dtypes.float32, input_quant_mode="dynamic_token")

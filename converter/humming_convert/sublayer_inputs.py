@@ -6,11 +6,11 @@ import contextlib
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from humming_convert.errors import Problem, UnsupportedError
+from humming_convert.host.foreign import Foreign
 from humming_convert.target import Target
 
 WEIGHT_NAMES = ("weight", "weight_packed", "qweight")
@@ -23,7 +23,7 @@ _SAME_BYTES = {torch.float8_e8m0fnu: torch.uint8, torch.uint8: torch.float8_e8m0
 class Facts:
     """The facts that a refusal names."""
 
-    schema: Any
+    schema: Foreign
     n: int
     k: int
     experts: int
@@ -33,7 +33,7 @@ class Facts:
         return f"{describe(self.schema)}, N {self.n} x K {self.k}, {self.experts} experts, {self.target}"
 
 
-def describe(schema: Any) -> str:
+def describe(schema: Foreign) -> str:
     """A schema in a few words: its method, width and group."""
     words = [schema.quant_method]
     for name, text in (("format", "{}"), ("bits", "{} bits"), ("num_bits", "{} bits"), ("b_dtype", "{}")):
@@ -63,15 +63,27 @@ def explained(facts: Facts) -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         reason = str(error).splitlines()[0]
-        raise UnsupportedError([Problem(str(facts), "a shape that Humming's conversion takes", reason)]) from error
+        raise UnsupportedError(
+            [Problem(str(facts), "a shape that Humming's conversion takes", reason)]
+        ) from error
 
 
-def attributes(facts: Facts, param_dtype: torch.dtype, has_bias: bool, stacks: int) -> dict[str, dict[str, Any]]:
-    """Shape and dtype of every tensor that the schema wants. Raises UnsupportedError for a shape that it does not divide."""
+def attributes(
+    facts: Facts, param_dtype: torch.dtype, has_bias: bool, stacks: int
+) -> dict[str, dict[str, Foreign]]:
+    """Shape and dtype of every tensor that the schema wants.
+
+    Raises UnsupportedError for a shape that it does not divide.
+    """
     _check_divides(facts)
     with explained(facts):
-        attrs: dict[str, dict[str, Any]] = facts.schema.get_tensors_attrs(
-            facts.n, facts.k, param_dtype=param_dtype, num_experts=facts.experts, has_bias=has_bias, stack_size=stacks
+        attrs: dict[str, dict[str, Foreign]] = facts.schema.get_tensors_attrs(
+            facts.n,
+            facts.k,
+            param_dtype=param_dtype,
+            num_experts=facts.experts,
+            has_bias=has_bias,
+            stack_size=stacks,
         )
     return attrs
 
@@ -85,7 +97,9 @@ def _check_divides(facts: Facts) -> None:
     is_asymmetric = getattr(schema, "zero_point", False) or not getattr(schema, "symmetric", True)
     problems = []
     if facts.n % rows:
-        problems.append(Problem(f"{facts}", f"N a multiple of the {rows} rows that share a scale", f"N {facts.n}"))
+        problems.append(
+            Problem(f"{facts}", f"N a multiple of the {rows} rows that share a scale", f"N {facts.n}")
+        )
     if columns > 0 and facts.k % columns:
         problems.append(Problem(f"{facts}", f"K a multiple of the group size {columns}", f"K {facts.k}"))
     if is_asymmetric and facts.n * bits % 32:
@@ -97,7 +111,7 @@ def _check_divides(facts: Facts) -> None:
         raise UnsupportedError(problems)
 
 
-def weight_name(attrs: Mapping[str, Any], facts: Facts) -> str:
+def weight_name(attrs: Mapping[str, Foreign], facts: Facts) -> str:
     """The name of the schema's weight. Raises UnsupportedError when it has none of the known names."""
     found = [name for name in WEIGHT_NAMES if name in attrs]
     if len(found) != 1:
@@ -106,10 +120,11 @@ def weight_name(attrs: Mapping[str, Any], facts: Facts) -> str:
 
 
 def checked_small(
-    small: Mapping[str, torch.Tensor], attrs: Mapping[str, Mapping[str, Any]], name: str, facts: Facts
+    small: Mapping[str, torch.Tensor], attrs: Mapping[str, Mapping[str, Foreign]], name: str, facts: Facts
 ) -> dict[str, torch.Tensor]:
-    """The schema's tensors but the weight `name`, with floating-point ones rounded to the schema's dtype as vLLM does on
-    loading. Raises UnsupportedError naming every tensor that is missing or of another shape or dtype.
+    """The schema's tensors but the weight `name`, with floating-point ones rounded to the schema's dtype as
+    vLLM does on loading. Raises UnsupportedError naming every tensor that is missing or of another shape or
+    dtype.
     """
     problems: list[Problem] = []
     tensors: dict[str, torch.Tensor] = {}
@@ -119,14 +134,18 @@ def checked_small(
         tensor, dtype = small.get(key), attr["dtype"]
         if tensor is None:
             if key not in OPTIONAL:
-                problems.append(Problem(f"{facts}: {key}", f"{tuple(attr['shape'])} {dtype}", "no such tensor"))
+                problems.append(
+                    Problem(f"{facts}: {key}", f"{tuple(attr['shape'])} {dtype}", "no such tensor")
+                )
             continue
         if _SAME_BYTES.get(tensor.dtype) == dtype:
             tensor = tensor.view(dtype)
         elif tensor.dtype in _FLOATS and dtype in _FLOATS:
             tensor = tensor.to(dtype)
         # One scale per expert may stand for all its projections.
-        shapes = (tuple(attr["shape"]), (facts.experts,)) if len(attr["shape"]) == 2 else (tuple(attr["shape"]),)
+        shapes = (
+            (tuple(attr["shape"]), (facts.experts,)) if len(attr["shape"]) == 2 else (tuple(attr["shape"]),)
+        )
         if (tuple(tensor.shape) not in shapes and key not in OPTIONAL) or tensor.dtype != dtype:
             found = f"{tuple(tensor.shape)} {tensor.dtype}"
             problems.append(Problem(f"{facts}: {key}", f"{tuple(attr['shape'])} {dtype}", found))

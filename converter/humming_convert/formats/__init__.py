@@ -47,6 +47,7 @@ def detect(sublayer: Sublayer) -> Accepted | Refused:
             return refusal.refused
         if isinstance(answer, Accepted):
             return answer
-        trace.append(f"{candidate.name}: {answer.reason}")
+        if candidate.summary:
+            trace.append(f"{candidate.name}: {answer.reason}")
     expected = "a supported checkpoint format"
     return Refused(Problem(sublayer.where, expected, sublayer.describe(), "not " + "; not ".join(trace)))

@@ -41,8 +41,49 @@ HC_INLINE void tile_body(const uint32_t *in, int64_t in_stride, uint32_t *out, i
 void tile(const uint32_t *in, int64_t in_stride, uint32_t *out, int64_t out_stride) { tile_body(in, in_stride, out, out_stride); }
 
 #if HC_X86
+// Fields of a (above) and b (below) that stand `shift` bits apart change places.
+HC_AVX2 HC_INLINE void swap_vectors(__m256i *a, __m256i *b, int shift, __m256i mask) {
+  const __m128i count = _mm_cvtsi32_si128(shift);
+  const __m256i t = _mm256_and_si256(_mm256_xor_si256(_mm256_srl_epi32(*a, count), *b), mask);
+  *b = _mm256_xor_si256(*b, t);
+  *a = _mm256_xor_si256(*a, _mm256_sll_epi32(t, count));
+}
+
+// 8 x 8 transpose of 32-bit words; row i of the result goes to out + i * stride.
+HC_AVX2 HC_INLINE void store_transposed8(const __m256i *in, uint32_t *out, int64_t stride) {
+  __m256i a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_epi32(in[i], in[i + 1]);
+    a[i + 1] = _mm256_unpackhi_epi32(in[i], in[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + i * stride), _mm256_permute2x128_si256(b[i], b[i + 4], 0x20));
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + (i + 4) * stride), _mm256_permute2x128_si256(b[i], b[i + 4], 0x31));
+  }
+}
+
 HC_AVX2 void tile_avx2(const uint32_t *in, int64_t in_stride, uint32_t *out, int64_t out_stride) {
-  tile_body(in, in_stride, out, out_stride);
+  static const int position_to_row[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+  __m256i columns[8][8];  // [nibble position][word along k], eight words along n in each
+  const __m256i halves = _mm256_set1_epi32(0x0000FFFF), bytes = _mm256_set1_epi32(0x00FF00FF);
+  const __m256i nibbles = _mm256_set1_epi32(0x0F0F0F0F);
+  for (int kw = 0; kw < kTileK / 8; ++kw) {
+    __m256i rows[8];
+    for (int k = 0; k < 8; ++k) rows[k] = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(in + (kw * 8 + k) * in_stride));
+    for (int i = 0; i < 4; ++i) swap_vectors(rows + i, rows + i + 4, 16, halves);
+    for (int i = 0; i < 8; ++i)
+      if (!(i & 2)) swap_vectors(rows + i, rows + i + 2, 8, bytes);
+    for (int i = 0; i < 8; i += 2) swap_vectors(rows + i, rows + i + 1, 4, nibbles);
+    for (int position = 0; position < 8; ++position) columns[position][kw] = rows[position];
+  }
+  for (int position = 0; position < 8; ++position)
+    store_transposed8(columns[position], out + position_to_row[position] * out_stride, 8 * out_stride);
 }
 #endif
 
@@ -60,12 +101,13 @@ void edge(const uint32_t *in, uint32_t *out, int64_t k, int64_t n, int64_t n0, i
 
 }  // namespace
 
-// in: [experts, k, n / 8], out: [experts, n, k / 8].
-HC_EXPORT int hc_awq(const uint32_t *in, uint32_t *out, int64_t experts, int64_t k, int64_t n) {
+// in: [experts, k, n / 8], out: [experts, n, k / 8]. `fast` 0 keeps to the portable code.
+HC_EXPORT int hc_awq(const uint32_t *in, uint32_t *out, int64_t experts, int64_t k, int64_t n, int fast) {
   if (k % 8 || n % 8) return 1;
   auto run = tile;
+  (void)fast;
 #if HC_X86
-  if (__builtin_cpu_supports("avx2")) run = tile_avx2;
+  if (fast && __builtin_cpu_supports("avx2")) run = tile_avx2;
 #endif
   for (int64_t expert = 0; expert < experts; ++expert) {
     const uint32_t *source = in + expert * k * (n / 8);

@@ -68,7 +68,9 @@ HC_INLINE uint32_t from_sign_magnitude(uint32_t word, uint32_t tops, int bits) {
 HC_INLINE void convert_words_body(const uint32_t *in, uint32_t *out, int64_t words, int bits, int source, int target) {
   const uint32_t tops = every_field(bits) << (bits - 1);
   const uint32_t flip = source == kSigned ? tops : 0, flop = target == kSigned ? tops : 0;
-  if (target == kSignMagnitude)
+  if (source == target)  // both sign and magnitude: only a negative zero changes
+    for (int64_t i = 0; i < words; ++i) out[i] = to_sign_magnitude(from_sign_magnitude(in[i], tops, bits), tops, bits);
+  else if (target == kSignMagnitude)
     for (int64_t i = 0; i < words; ++i) out[i] = to_sign_magnitude(in[i] ^ flip, tops, bits);
   else if (source == kSignMagnitude)
     for (int64_t i = 0; i < words; ++i) out[i] = from_sign_magnitude(in[i], tops, bits) ^ flop;
@@ -126,7 +128,7 @@ HC_EXPORT int hc_unpack(const uint32_t *in, void *out, int64_t values, int bits,
 // words must hold whole groups of 32 codes when bits does not divide 32. in and out may be the same.
 HC_EXPORT int hc_convert(const uint32_t *in, uint32_t *out, int64_t words, int bits, int source, int target) {
   if (bits < 1 || bits > 8) return 1;
-  if (source == target) {
+  if (source == target && source != kSignMagnitude) {
     if (in != out) std::memmove(out, in, static_cast<size_t>(words) * 4);
     return 0;
   }

@@ -1,27 +1,31 @@
 """Humming's weight operators for tensors on a CPU, with the signatures of humming-kernels 0.1.19 and 0.1.20.
 
-Each takes what Humming passes and dispatches by device: a CUDA tensor goes to Humming's own kernel, a CPU tensor to
-`host/native.py`, and a tensor on the meta device gets a result of the right shape, so that Humming's shape and
-scale logic can run before any weight is read. Wrong shapes raise ValueError, as Humming's checks would.
+Each takes what Humming passes and dispatches by device: a CUDA tensor goes to Humming's own kernel, a CPU
+tensor to `host/native.py`, and a tensor on the meta device gets a result of the right shape, so that
+Humming's shape and scale logic can run before any weight is read. Wrong shapes raise ValueError, as Humming's
+checks would.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from humming_convert.host import native
+from humming_convert.host.foreign import Foreign
 
-Operator = Callable[..., Any]
+Operator = Callable[..., Foreign]
 NAMES = ("pack_weight", "unpack_weight", "convert_weight", "repack_weight", "process_mxfp4_w4a8_weight")
 MISSING = ("quant_weight", "dequant_weight")
 
 
 def kind_and_bits(dtype: str) -> tuple[str, int]:
-    """`uint4` as ("uint", 4), `float4e0m3` as ("sign_magnitude", 4). Raises ValueError for a dtype with an exponent."""
+    """`uint4` as ("uint", 4), `float4e0m3` as ("sign_magnitude", 4).
+
+    Raises ValueError for a dtype with an exponent.
+    """
     match = re.fullmatch(r"(u?int)(\d+)|float(\d+)e0m(\d+)", dtype)
     if match is None or (match[3] and int(match[3]) != int(match[4]) + 1):
         raise ValueError(f"only intN, uintN and floatNe0m(N-1) codes convert into each other, found {dtype}")
@@ -57,7 +61,9 @@ def unpack_weight(
 ) -> torch.Tensor:
     """Packed int32 `[..., num_bits * m]` as codes `[..., 32 * m]` of `dtype` (default int32)."""
     if inputs.shape[-1] % num_bits:
-        raise ValueError(f"packed {num_bits}-bit codes need a last axis divisible by {num_bits}, found {inputs.shape[-1]}")
+        raise ValueError(
+            f"packed {num_bits}-bit codes need a last axis divisible by {num_bits}, found {inputs.shape[-1]}"
+        )
     wanted = dtype or (torch.int32 if outputs is None else outputs.dtype)
     shape = (*inputs.shape[:-1], inputs.shape[-1] // num_bits * 32)
     out = _output(outputs, shape, wanted, inputs.device)
@@ -74,7 +80,10 @@ def convert_weight(
     outputs: torch.Tensor | None = None,
     check_only: bool = False,
 ) -> torch.Tensor:
-    """Packed codes from one dtype to another of the same width; with `check_only` an int32 1 if every code fits, else 0."""
+    """Packed codes from one dtype to another of the same width.
+
+    With `check_only` an int32 1 if every code fits, else 0.
+    """
     source, bits = kind_and_bits(source_dtype_str)
     target, target_bits = kind_and_bits(target_dtype_str)
     if bits != target_bits:
@@ -83,7 +92,9 @@ def convert_weight(
         out = _output(outputs, (), torch.int32, inputs.device)
         if inputs.device.type == "cpu":
             lowest = {"uint": 0, "int": 1 << (bits - 1)}.get(source)
-            fits = target != "sign_magnitude" or lowest is None or not native.contains_code(inputs, bits, lowest)
+            fits = (
+                target != "sign_magnitude" or lowest is None or not native.contains_code(inputs, bits, lowest)
+            )
             out.fill_(int(fits))
         return out
     out = inputs if inplace else _output(outputs, tuple(inputs.shape), torch.int32, inputs.device)
@@ -98,7 +109,8 @@ def process_mxfp4_w4a8_weight(
     inplace: bool = False,
     outputs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """E2M1 codes with part of their scale folded in: times 2^-offset, rounded to the nearest value, ties away from zero."""
+    """E2M1 codes with part of their scale folded in: times 2^-offset, rounded to the nearest value, ties away
+    from zero."""
     if inplace and outputs is not None:
         raise ValueError("expected either inplace or outputs, found both")
     out = inputs if inplace else _output(outputs, tuple(inputs.shape), torch.int32, inputs.device)
@@ -128,17 +140,23 @@ def repack_weight(
     outputs: torch.Tensor | None = None,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """Weights `[N, K]` or `[E, N, K]`, packed or one code a word, in the layout that Humming's kernels read."""
+    """Weights `[N, K]` or `[E, N, K]`, packed or one code a word, in the layout of Humming's kernels."""
     n, k = inputs.shape[-2], inputs.shape[-1]
     if is_weight_packed:
         k = k * 32 // weight_bits
     if padded_shape_n not in (None, n) or padded_shape_k not in (None, k):
-        raise ValueError(f"expected weights padded beforehand, found padding of {n} x {k} to {padded_shape_n} x {padded_shape_k}")
+        raise ValueError(
+            f"expected padded weights, found {n} x {k} to pad to {padded_shape_n} x {padded_shape_k}"
+        )
     experts = inputs.shape[0] if inputs.ndim == 3 else 1
     rows = 64 if use_packed_k_layout else 256 // activation_bits
     shape = (k // rows, n * rows * weight_bits // 32)
     out = _output(outputs, (experts, *shape) if inputs.ndim == 3 else shape, torch.int32, inputs.device)
-    zeros = _packed_zero_points(inputs, zero_point, weight_bits, is_weight_packed) if should_preprocess_with_zp else None
+    zeros = (
+        _packed_zero_points(inputs, zero_point, weight_bits, is_weight_packed)
+        if should_preprocess_with_zp
+        else None
+    )
     if inputs.device.type == "meta":
         return out
     arguments = native.RepackArgs(
@@ -182,7 +200,7 @@ def _data(tensor: torch.Tensor) -> int:
 def by_device(ours: Operator, original: Operator | None) -> Operator:
     """An operator that runs `original` for CUDA tensors and `ours` for all others."""
 
-    def operator(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def operator(inputs: torch.Tensor, *args: Foreign, **kwargs: Foreign) -> Foreign:
         if inputs.device.type == "cuda" and original is not None:
             return original(inputs, *args, **kwargs)
         return ours(inputs, *args, **kwargs)
@@ -193,7 +211,7 @@ def by_device(ours: Operator, original: Operator | None) -> Operator:
 def missing(name: str, original: Operator) -> Operator:
     """An operator that exists only as a CUDA kernel. Raises NotImplementedError for CPU tensors."""
 
-    def operator(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def operator(inputs: torch.Tensor, *args: Foreign, **kwargs: Foreign) -> Foreign:
         if inputs.device.type == "cuda":
             return original(inputs, *args, **kwargs)
         raise NotImplementedError(f"Humming's {name} has no CPU version: use --device cuda")

@@ -24,7 +24,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "hc_contains": [_P, _I64, _INT, ctypes.c_uint32],
     "hc_fold_e2m1": [_P, _P, _P, _I64, _I64],
     "hc_repack": [_P, _INT],
-    "hc_awq": [_P, _P, _I64, _I64, _I64],
+    "hc_awq": [_P, _P, _I64, _I64, _I64, _INT],
 }
 
 _REPACK_ERRORS = {
@@ -67,7 +67,9 @@ def _library() -> ctypes.CDLL:
     """The extension module's shared library. Raises ImportError when the package was not built."""
     spec = importlib.util.find_spec("humming_convert.host._native")
     if spec is None or spec.origin is None:
-        raise ImportError("humming_convert.host._native is not built: install the package with pip (it needs a C++17 compiler)")
+        raise ImportError(
+            "humming_convert.host._native is not built: install with pip, which needs a C++17 compiler"
+        )
     library = ctypes.CDLL(spec.origin)
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
@@ -78,31 +80,45 @@ def _library() -> ctypes.CDLL:
 
 def _check(tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(f"expected a contiguous CPU tensor, found {tensor.device}, strides {tensor.stride()}")
+        raise ValueError(
+            f"expected a contiguous CPU tensor, found {tensor.device}, strides {tensor.stride()}"
+        )
     if tensor.dtype not in dtypes:
         raise ValueError(f"expected {' or '.join(map(str, dtypes))}, found {tensor.dtype}")
 
 
 def pack(values: torch.Tensor, out: torch.Tensor, bits: int) -> None:
-    """The low `bits` bits of int8, uint8 or int32 `values` `[..., 32 * m]` as int32 `out` `[..., bits * m]`."""
+    """The low `bits` bits of int8, uint8 or int32 `values` `[..., 32 * m]` as int32 `[..., bits * m]`."""
     _check(values, torch.int8, torch.uint8, torch.int32)
     _check(out, torch.int32)
     if values.shape[-1] % 32 or out.numel() * 32 != values.numel() * bits:
         raise ValueError(f"cannot pack {bits}-bit codes {tuple(values.shape)} into {tuple(out.shape)}")
-    _raise(_library().hc_pack(values.data_ptr(), out.data_ptr(), values.numel(), bits, values.element_size()), "pack", bits)
+    _raise(
+        _library().hc_pack(values.data_ptr(), out.data_ptr(), values.numel(), bits, values.element_size()),
+        "pack",
+        bits,
+    )
 
 
 def unpack(words: torch.Tensor, out: torch.Tensor, bits: int) -> None:
-    """The inverse of `pack`: int32 `words` `[..., bits * m]` as codes in int8, uint8 or int32 `out` `[..., 32 * m]`."""
+    """The inverse of `pack`: int32 `words` `[..., bits * m]` as codes in int8, uint8 or int32 `out` `[..., 32
+    * m]`."""
     _check(words, torch.int32)
     _check(out, torch.int8, torch.uint8, torch.int32)
     if words.shape[-1] % bits or words.numel() * 32 != out.numel() * bits:
         raise ValueError(f"cannot unpack {bits}-bit codes from {tuple(words.shape)} into {tuple(out.shape)}")
-    _raise(_library().hc_unpack(words.data_ptr(), out.data_ptr(), out.numel(), bits, out.element_size()), "unpack", bits)
+    _raise(
+        _library().hc_unpack(words.data_ptr(), out.data_ptr(), out.numel(), bits, out.element_size()),
+        "unpack",
+        bits,
+    )
 
 
 def convert(words: torch.Tensor, out: torch.Tensor, bits: int, source: str, target: str) -> None:
-    """Packed codes from one kind (`KINDS`) to another; `out` may be `words`. A magnitude that does not fit saturates."""
+    """Packed codes from one kind (`KINDS`) to another; `out` may be `words`.
+
+    A magnitude that does not fit saturates.
+    """
     _check(words, torch.int32)
     _check(out, torch.int32)
     if words.numel() != out.numel():
@@ -134,20 +150,26 @@ def fold_e2m1(words: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor) -> 
     if groups == 0 or words.numel() % groups:
         raise ValueError(f"{words.numel()} words do not divide into {groups} groups")
     if int(offsets.max()) > 127:
-        raise ValueError(f"a scale lies 2^{int(offsets.max())} below the range kept for its tensor; at most 2^127 is defined")
+        raise ValueError(
+            f"a scale lies 2^{int(offsets.max())} below the range kept for its tensor; 2^127 is the most"
+        )
     pointers = (words.data_ptr(), out.data_ptr(), offsets.data_ptr())
     _raise(_library().hc_fold_e2m1(*pointers, groups, words.numel() // groups), "fold", 4)
 
 
 def repack(arguments: RepackArgs, *, fast: bool = True) -> None:
-    """Run one repack; without `fast` the portable code, whatever the processor. Raises ValueError, with what was expected, for a shape that the layout does not have."""
+    """Run one repack; without `fast` the portable code, whatever the processor.
+
+    Raises ValueError, with what was expected, for a shape that the layout does not have.
+    """
     code = _library().hc_repack(ctypes.byref(arguments), int(fast))
     if code:
-        shape = f"{arguments.bits}-bit weights, N {arguments.n}, K {arguments.k}, {arguments.activation_bits}-bit activations"
+        weights = f"{arguments.bits}-bit weights, N {arguments.n}, K {arguments.k}"
+        shape = f"{weights}, {arguments.activation_bits}-bit activations"
         raise ValueError(f"the kernel layout takes {_REPACK_ERRORS[code]}, found {shape}")
 
 
-def awq_to_packed(qweight: torch.Tensor, out: torch.Tensor) -> None:
+def awq_to_packed(qweight: torch.Tensor, out: torch.Tensor, *, fast: bool = True) -> None:
     """AWQ's int32 `[..., K, N / 8]` (nibbles in the order 0 2 4 6 1 3 5 7) as int32 `[..., N, K / 8]`."""
     _check(qweight, torch.int32)
     _check(out, torch.int32)
@@ -155,7 +177,7 @@ def awq_to_packed(qweight: torch.Tensor, out: torch.Tensor) -> None:
     if tuple(out.shape) != (*qweight.shape[:-2], n, k // 8) or k % 8:
         raise ValueError(f"cannot transpose {tuple(qweight.shape)} into {tuple(out.shape)}")
     experts = qweight.numel() // (k * n // 8)
-    _raise(_library().hc_awq(qweight.data_ptr(), out.data_ptr(), experts, k, n), "transpose", 4)
+    _raise(_library().hc_awq(qweight.data_ptr(), out.data_ptr(), experts, k, n, int(fast)), "transpose", 4)
 
 
 def _raise(code: int, name: str, bits: int) -> None:

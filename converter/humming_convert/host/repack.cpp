@@ -34,44 +34,83 @@ void fill_slots(const RepackArgs &a, uint16_t (*slots)[64]) {
   }
 }
 
-void load_block(const RepackArgs &a, const uint16_t (*slots)[64], int64_t expert, int64_t n0, int64_t k0, uint32_t *codes) {
-  const int64_t stride = a.packed ? a.k * a.bits / 32 : a.k;
-  const uint32_t mask = low_mask(a.bits), middle = 1u << (a.bits - 1);
-  const int64_t columns = a.k - k0 < 64 ? a.k - k0 : 64;
-  std::memset(codes, 0, kSlots * kLanes * sizeof(uint32_t));
-  for (int row = 0; row < 64; ++row) {
-    const uint32_t *source = a.weight + (expert * a.n + n0 + row) * stride;
-    const uint16_t *slot = slots[row / 8];
-    for (int column = 0; column < columns; ++column) {
-      uint32_t code = a.packed ? read_code(source, k0 + column, a.bits) : source[k0 + column] & mask;
-      if (a.source_kind != a.target_kind) code = convert_code(code, a.bits, a.source_kind, a.target_kind);
-      if (a.int2fp) {
-        // The kernel looks its zero point up once per 64 columns when a group is longer than that.
-        const int64_t group = k0 / a.zero_group + column / a.zero_group;
-        code = int2fp_code(code, a.zero_point ? zero_point_of(a, expert, n0 + row, group) : middle, a.bits);
-      }
-      codes[slot[column] + row % 8 * 4] = code;
+// 64 codes from value index `first` of a packed row; for a width known to the compiler this is a few shifts each.
+template <int kBits>
+void unpack_row(const uint32_t *row, int64_t first, int64_t columns, uint8_t *codes) {
+  const uint32_t *word = row + first * kBits / 32;  // first is a multiple of 32
+  for (int64_t half = 0; half < columns; half += 32, word += kBits) {
+    for (int i = 0; i < 32; ++i) {
+      const int at = i * kBits, shift = at % 32;
+      uint32_t code = word[at / 32] >> shift;
+      if (shift + kBits > 32) code |= word[at / 32 + 1] << (32 - shift);
+      codes[half + i] = static_cast<uint8_t>(code & ((1u << kBits) - 1));
     }
   }
 }
 
+using UnpackRow = void (*)(const uint32_t *, int64_t, int64_t, uint8_t *);
+const UnpackRow kUnpackRow[9] = {nullptr,       unpack_row<1>, unpack_row<2>, unpack_row<3>, unpack_row<4>,
+                                 unpack_row<5>, unpack_row<6>, unpack_row<7>, unpack_row<8>};
+
+void prepare_row(const RepackArgs &a, int64_t expert, int64_t row, int64_t k0, int64_t columns, uint8_t *codes) {
+  if (a.source_kind != a.target_kind)
+    for (int64_t i = 0; i < columns; ++i)
+      codes[i] = static_cast<uint8_t>(convert_code(codes[i], a.bits, a.source_kind, a.target_kind));
+  if (!a.int2fp) return;
+  for (int64_t start = 0; start < columns;) {
+    // The kernel looks its zero point up once per 64 columns when a group is longer than that.
+    const int64_t group = start / a.zero_group;
+    const int64_t end = (group + 1) * a.zero_group < columns ? (group + 1) * a.zero_group : columns;
+    const uint32_t zero = a.zero_point ? zero_point_of(a, expert, row, k0 / a.zero_group + group) : 1u << (a.bits - 1);
+    for (int64_t i = start; i < end; ++i) codes[i] = static_cast<uint8_t>(int2fp_code(codes[i], zero, a.bits));
+    start = end;
+  }
+}
+
+void load_block(const RepackArgs &a, const uint16_t (*slots)[64], int64_t expert, int64_t n0, int64_t k0, uint8_t *codes) {
+  const int64_t stride = a.packed ? a.k * a.bits / 32 : a.k;
+  const uint32_t mask = low_mask(a.bits);
+  const int64_t columns = a.k - k0 < 64 ? a.k - k0 : 64;
+  if (columns < 64) std::memset(codes, 0, kSlots * kLanes);
+  for (int row = 0; row < 64; ++row) {
+    const uint32_t *source = a.weight + (expert * a.n + n0 + row) * stride;
+    uint8_t values[64];
+    if (a.packed) kUnpackRow[a.bits](source, k0, columns, values);
+    else
+      for (int64_t i = 0; i < columns; ++i) values[i] = static_cast<uint8_t>(source[k0 + i] & mask);
+    prepare_row(a, expert, n0 + row, k0, columns, values);
+    const uint16_t *slot = slots[row / 8];
+    uint8_t *lane = codes + row % 8 * 4;
+    for (int64_t i = 0; i < columns; ++i) lane[slot[i]] = values[i];
+  }
+}
+
 // 32 slots as `width` words per lane, each field as wide as the next power of two.
-void pack_group(const RepackArgs &a, const uint32_t *codes, int group, uint32_t (*words)[kLanes]) {
+HC_INLINE void pack_group_body(const RepackArgs &a, const uint8_t *codes, int group, uint32_t (*words)[kLanes]) {
   const int width = padded_width(a.bits), fields = 32 / width;
   const int run = 32 / a.activation_bits, columns = fields / run;
   const uint32_t top = 1u << (a.bits - 1), low = top - 1;
   for (int word = 0; word < width; ++word) {
     std::memset(words[word], 0, sizeof(words[word]));
-    const uint32_t *base = codes + (group * 32 + word * fields) * kLanes;
+    const uint8_t *base = codes + (group * 32 + word * fields) * kLanes;
     for (int field = 0; field < fields; ++field) {
       const int apart = a.native_dequant ? field : field % columns * run + field / columns;
-      const uint32_t *low_codes = base + (a.interleave % 2 ? apart : field) * kLanes;
-      const uint32_t *top_codes = base + (a.interleave / 2 ? apart : field) * kLanes;
+      const uint8_t *low_codes = base + (a.interleave % 2 ? apart : field) * kLanes;
+      const uint8_t *top_codes = base + (a.interleave / 2 ? apart : field) * kLanes;
       for (int lane = 0; lane < kLanes; ++lane)
         words[word][lane] |= ((low_codes[lane] & low) | (top_codes[lane] & top)) << (field * width);
     }
   }
 }
+
+void pack_group_plain(const RepackArgs &a, const uint8_t *codes, int group, uint32_t (*words)[kLanes]) {
+  pack_group_body(a, codes, group, words);
+}
+#if HC_X86
+HC_AVX2 void pack_group_avx2(const RepackArgs &a, const uint8_t *codes, int group, uint32_t (*words)[kLanes]) {
+  pack_group_body(a, codes, group, words);
+}
+#endif
 
 // Widths that are no power of two: the spare bits of every field are filled from the top bits of the next word.
 void squeeze(int bits, const uint32_t (*words)[kLanes], uint32_t (*out)[kLanes]) {
@@ -126,7 +165,12 @@ void store_block(const RepackArgs &a, const uint32_t (*words)[kLanes], int64_t e
 
 void repack_generic(const RepackArgs &a) {
   uint16_t slots[8][64];
-  uint32_t codes[kSlots * kLanes], wide[8][kLanes], words[32][kLanes];
+  uint8_t codes[kSlots * kLanes];
+  uint32_t wide[8][kLanes], words[32][kLanes];
+  auto pack_group = pack_group_plain;
+#if HC_X86
+  if (__builtin_cpu_supports("avx2")) pack_group = pack_group_avx2;
+#endif
   fill_slots(a, slots);
   const bool is_power_of_two = (a.bits & (a.bits - 1)) == 0;
   for (int64_t expert = 0; expert < a.experts; ++expert) {

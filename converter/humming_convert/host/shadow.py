@@ -1,8 +1,9 @@
-"""Run Humming's code with the weight left out, and give the weight's own steps back to run later, slice by slice.
+"""Run Humming's code with the weight left out, and give the weight's own steps back to run later, slice by
+slice.
 
-In a shadow run the weight is a tensor on the meta device: scales, zero points and every decision are made for real,
-for all experts at once, and the one call that lays the weight out is recorded instead of paid for. The same seams
-also spare real runs two copies of the weight that Humming makes for nothing.
+In a shadow run the weight is a tensor on the meta device: scales, zero points and every decision are made for
+real, for all experts at once, and the one call that lays the weight out is recorded instead of paid for. The
+same seams also spare real runs two copies of the weight that Humming makes for nothing.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from humming_convert.host import native
+from humming_convert.host.foreign import Foreign
 
-Function = Callable[..., Any]
+Function = Callable[..., Foreign]
 
 
 @dataclass(slots=True)
 class Record:
-    """What a shadow run learned about the weight: the layout call and the scale offsets folded in before it."""
+    """What a shadow run learned about the weight: the layout call and the offsets folded in before it."""
 
     transform: Function | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Foreign] = field(default_factory=dict)
     offsets: torch.Tensor | None = None
 
 
@@ -45,7 +46,7 @@ def recording() -> Iterator[Record]:
 
 
 def _transform_weight(original: Function) -> Function:
-    def transform_humming_weight(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def transform_humming_weight(weight: torch.Tensor, *args: Foreign, **kwargs: Foreign) -> Foreign:
         record = _record.get()
         if record is not None and weight.device.type == "meta":
             if args or record.transform is not None:
@@ -57,7 +58,9 @@ def _transform_weight(original: Function) -> Function:
 
 
 def _fold_scale(original: Function) -> Function:
-    def process_mxfp4_w4a8_weight(inputs: torch.Tensor, delta_scale_offsets: torch.Tensor, **kwargs: Any) -> Any:
+    def process_mxfp4_w4a8_weight(
+        inputs: torch.Tensor, delta_scale_offsets: torch.Tensor, **kwargs: Foreign
+    ) -> Foreign:
         record = _record.get()
         if record is not None and inputs.device.type == "meta":
             record.offsets = delta_scale_offsets
@@ -67,9 +70,14 @@ def _fold_scale(original: Function) -> Function:
 
 
 def _pad_tensors(original: Function) -> Function:
-    def check_and_pad_tensors(config: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def check_and_pad_tensors(config: Foreign, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weight = tensors["weight"]
-        if config.pad_shape_n or config.pad_shape_k or config.use_fused_e8m0_scale or weight.device.type != "cpu":
+        if (
+            config.pad_shape_n
+            or config.pad_shape_k
+            or config.use_fused_e8m0_scale
+            or weight.device.type != "cpu"
+        ):
             return dict(original(config, tensors))
         # Padding by nothing copies; only the weight's shape and dtype are looked at. (The fused case needs
         # the copy: it is changed in place.)
@@ -79,7 +87,9 @@ def _pad_tensors(original: Function) -> Function:
 
 
 def _awq_convert(original: Function) -> Function:
-    def _convert_humming(self: Any, tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def _convert_humming(
+        self: Foreign, tensors: dict[str, torch.Tensor], *args: Foreign, **kwargs: Foreign
+    ) -> Foreign:
         qweight = tensors["qweight"]
         if self.bits != 4 or qweight.device.type != "cpu":
             return original(self, tensors, *args, **kwargs)
@@ -92,8 +102,11 @@ def _awq_convert(original: Function) -> Function:
 
 
 def _fit_range(original: Function) -> Function:
-    def fit_fused_e8m0_scale_range(config: Any, config_kwargs: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
-        # A shadow run comes here only after `fits_fused_range` has said that no weight can change the answer.
+    def fit_fused_e8m0_scale_range(
+        config: Foreign, config_kwargs: dict[str, Foreign], tensors: dict[str, torch.Tensor]
+    ) -> Foreign:
+        # A shadow run comes here only after it is known that no weight can change the answer, or is made
+        # again.
         if tensors["weight"].device.type == "meta":
             return config
         return original(config, config_kwargs, tensors)
@@ -101,15 +114,28 @@ def _fit_range(original: Function) -> Function:
     return fit_fused_e8m0_scale_range
 
 
-def fits_fused_range(weight_scale: torch.Tensor, num_experts: int, max_range: int) -> bool:
-    """Whether every e8m0 scale `[E, N, groups]` lies within `max_range` binades of its expert's largest."""
-    codes = weight_scale.view(torch.uint8).reshape(num_experts, -1)
-    lowest, highest = torch.aminmax(codes, dim=-1)
-    return bool((highest.short() - lowest.short() <= max_range).all())
+def needs_every_weight(
+    modules: SimpleNamespace, config: Foreign, tensors: dict[str, torch.Tensor], num_experts: int
+) -> bool:
+    """Whether humming-kernels 0.1.20 looks at every weight to choose the range of fused e8m0 scales.
+
+    It does when the scales of an expert spread further than the range that it keeps for all of them.
+    """
+    if not config.use_fused_e8m0_scale or not hasattr(modules.transform, "fit_fused_e8m0_scale_range"):
+        return False
+    if config.weight_scale_2_type.value == "channel":
+        return False
+    max_range = 11 if config.a_dtype == modules.dtypes.float8e4m3 else 3
+    codes = tensors["weight_scale"].view(torch.uint8).reshape(num_experts, -1)
+    spread = codes.amax(-1).short() - codes.amin(-1).short()
+    return bool((spread > max_range).any())
 
 
-def seams(modules: SimpleNamespace) -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, replacement) of this file's seams; `host.target` installs them after the operators'."""
+def seams(modules: SimpleNamespace) -> Iterator[tuple[Foreign, str, Foreign]]:
+    """(owner, attribute, replacement) of this file's seams.
+
+    `host.target` installs them after the operators'.
+    """
     transform = modules.transform
     yield transform, "transform_humming_weight", _transform_weight(transform.transform_humming_weight)
     yield transform, "check_and_pad_tensors", _pad_tensors(transform.check_and_pad_tensors)

@@ -1,8 +1,9 @@
 """Run Humming's own conversion code for a GPU that need not be there.
 
-Humming asks its current device about every layout question and hands the weights to operators that exist as CUDA
-kernels. `emulate` puts a stand-in at each of these seams and takes them all away after the last use. The seams are
-shared by all threads; what they answer is looked up per thread, so threads may convert for different targets.
+Humming asks its current device about every layout question and hands the weights to operators that exist as
+CUDA kernels. `emulate` puts a stand-in at each of these seams and takes them all away after the last use. The
+seams are shared by all threads; what they answer is looked up per thread, so threads may convert for
+different targets.
 """
 
 from __future__ import annotations
@@ -16,15 +17,25 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from humming_convert.errors import Problem, UnsupportedError
 from humming_convert.host import cpu, shadow
+from humming_convert.host.foreign import Foreign
 from humming_convert.target import Target
 
-_MODULES = ("config", "config.config", "device", "dtypes", "ops", "schema", "schema.awq", "transform", "utils.device")
+_MODULES = (
+    "config",
+    "config.config",
+    "device",
+    "dtypes",
+    "ops",
+    "schema",
+    "schema.awq",
+    "transform",
+    "utils.device",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,9 @@ def humming() -> SimpleNamespace:
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        modules = {module.replace(".", "_"): importlib.import_module(f"humming.{module}") for module in _MODULES}
+        modules = {
+            module.replace(".", "_"): importlib.import_module(f"humming.{module}") for module in _MODULES
+        }
     finally:
         if before is None:
             del os.environ[name]
@@ -62,7 +75,8 @@ def humming() -> SimpleNamespace:
 
 @contextlib.contextmanager
 def emulate(target: Target, device: torch.device | None = None) -> Iterator[None]:
-    """Let Humming see `target` in this thread while the block runs; may be nested and used from several threads.
+    """Let Humming see `target` in this thread while the block runs; may be nested and used from several
+    threads.
 
     `device` is where the tensors are (default: a CPU). On a CUDA device Humming's own kernels run, so its
     architecture must be the target's. Raises UnsupportedError when it is not.
@@ -83,17 +97,18 @@ def emulate(target: Target, device: torch.device | None = None) -> Iterator[None
 def _check_gpu(target: Target, device: torch.device | None) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     if major * 10 + minor != target.sm:
-        hint = "Humming's kernels run only on the GPU they are for: use --device cpu, which converts for any target"
+        hint = "Humming's kernels run only there: use --device cpu, which converts for any target"
         raise UnsupportedError([Problem("device", f"a GPU of {target}", f"sm{major * 10 + minor}", hint)])
 
 
 class _StandIn:
-    """What `humming.device.current_device` holds: the target's answers, or the real device's outside an emulation."""
+    """What `humming.device.current_device` holds: the target's answers, or the real device's outside an
+    emulation."""
 
     def __init__(self, real: object | None) -> None:
         self._real = real
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Foreign:
         emulation = _active.get()
         if emulation is None or emulation.on_gpu:
             if self._real is None:
@@ -118,36 +133,36 @@ def _is_emulating() -> bool:
     return emulation is not None and not emulation.on_gpu
 
 
-def _device_info(original: Any, stand_in: _StandIn) -> Callable[..., Any]:
-    def device_info(index: Any = None) -> Any:
+def _device_info(original: Foreign, stand_in: _StandIn) -> Callable[..., Foreign]:
+    def device_info(index: Foreign = None) -> Foreign:
         return stand_in if _is_emulating() else original(index)
 
     return device_info
 
 
-def _compiler_version(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compiler_version(compiler: Any) -> Any:
+def _compiler_version(original: Callable[..., Foreign]) -> Callable[..., Foreign]:
+    def compiler_version(compiler: Foreign) -> Foreign:
         emulation = _active.get()
         return original(compiler) if emulation is None else emulation.target.cuda
 
     return compiler_version
 
 
-def _cuda_device(original: Any) -> Callable[..., Any]:
-    def device(index: Any) -> Any:
+def _cuda_device(original: Foreign) -> Callable[..., Foreign]:
+    def device(index: Foreign) -> Foreign:
         return contextlib.nullcontext() if _is_emulating() else original(index)
 
     return device
 
 
 def _tensor_cuda(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def cuda(self: torch.Tensor, *args: Foreign, **kwargs: Foreign) -> torch.Tensor:
         return self if _is_emulating() else original(self, *args, **kwargs)
 
     return cuda
 
 
-def _seams() -> Iterator[tuple[Any, str, Any]]:
+def _seams() -> Iterator[tuple[Foreign, str, Foreign]]:
     """(owner, attribute, replacement) of everything that is replaced while an emulation runs."""
     modules = humming()
     current = modules.device.current_device
@@ -167,11 +182,15 @@ def _seams() -> Iterator[tuple[Any, str, Any]]:
     yield from shadow.seams(modules)
 
 
-def _replace(owner: Any, name: str, replacement: Any) -> None:
+def _replace(owner: Foreign, name: str, replacement: Foreign) -> None:
     original = getattr(owner, name)
     is_inherited = isinstance(owner, type) and name not in vars(owner)
     setattr(owner, name, replacement)
-    _undo.append(functools.partial(delattr, owner, name) if is_inherited else functools.partial(setattr, owner, name, original))
+    _undo.append(
+        functools.partial(delattr, owner, name)
+        if is_inherited
+        else functools.partial(setattr, owner, name, original)
+    )
 
 
 def _install() -> None:

@@ -1,0 +1,103 @@
+"""Convert every layer of a plan, in order; what takes torch and Humming begins here."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+from humming_convert import experts_file
+from humming_convert.activation import input_schema_for
+from humming_convert.checks import check_expected
+from humming_convert.convert import Setting
+from humming_convert.errors import CheckpointError, Problem, UnsupportedError
+from humming_convert.gather import Gatherer
+from humming_convert.layout_probe import check_compatible
+from humming_convert.options import ConvertOptions
+from humming_convert.output import OutputFolder
+from humming_convert.plan import ConversionPlan
+from humming_convert.progress import ByteProgress
+from humming_convert.source import Checkpoint, Payload
+from humming_loader.entries import LayerEntry
+
+
+def convert_layers(
+    plan: ConversionPlan,
+    options: ConvertOptions,
+    checkpoint: Checkpoint,
+    payload: Payload,
+    folder: OutputFolder,
+    progress: ByteProgress,
+) -> dict[str, LayerEntry]:
+    """Write one experts file for each layer of `plan`; the manifest's entries by layer name.
+
+    Raises UnsupportedError for everything that Humming cannot take before any payload is read, CheckpointError for
+    values that cannot be, OutputError when writing fails.
+    """
+    check_all_compatible(plan, options)
+    gatherer = Gatherer(checkpoint, payload)
+    entries: dict[str, LayerEntry] = {}
+    with (
+        ThreadPoolExecutor(options.workers, thread_name_prefix="convert") as pool,
+        _one_thread_per_operation(),
+        _plan_exempt_from_collection(),
+    ):
+        setting = Setting(
+            target=options.target,
+            activation=options.activation,
+            param_dtype=plan.param_dtype,
+            device=options.device,
+            pool=pool,
+            workers=options.workers,
+        )
+        for number, layer in enumerate(plan.layers, 1):
+            progress.label(layer.layer_name)
+            problems = [
+                problem for sublayer in layer.sublayers for problem in check_expected(checkpoint, payload, sublayer)
+            ]
+            if problems:
+                raise CheckpointError(problems)
+            name = experts_file.file_name(number, len(plan.layers))
+            path = folder.path(name)
+            entries[layer.layer_name] = experts_file.write_layer(layer, gatherer, setting, path, name, progress)
+    return entries
+
+
+def check_all_compatible(plan: ConversionPlan, options: ConvertOptions) -> None:
+    """Raises UnsupportedError with every sublayer that Humming cannot take for this activation and target."""
+    problems: dict[str, Problem] = {}
+    for layer in plan.layers:
+        for sublayer in layer.sublayers:
+            try:
+                schema = input_schema_for(options.activation, sublayer.input_schema)
+                check_compatible(sublayer.weight_schema, schema, plan.param_dtype, options.target)
+            except UnsupportedError as error:
+                # Every layer of one kind fails alike: one line says it.
+                problems |= {str(problem): problem for problem in error.problems}
+    if problems:
+        raise UnsupportedError(list(problems.values()))
+
+
+@contextmanager
+def _one_thread_per_operation() -> Iterator[None]:
+    """Slices are what runs in parallel; OpenMP's own threads would only spin beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _plan_exempt_from_collection() -> Iterator[None]:
+    """A plan is hundreds of thousands of objects that live as long as the run: not worth walking over and over."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

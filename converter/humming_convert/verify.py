@@ -1,0 +1,86 @@
+"""Verify a finished output: against its manifest, and against the checkpoint it was made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from humming_convert.errors import VerificationError
+from humming_convert.options import default_workers
+from humming_convert.progress import ByteProgress
+from humming_convert.source import Payload
+from humming_convert.verify_output import check_output, output_bytes, packed_sizes, read_manifest
+from humming_convert.verify_source import SourceComparison, SourceReport, open_source
+from humming_convert.verify_sublayer import Sides
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was found to be in order. `source` is None when only the output was looked at."""
+
+    out: Path
+    layers: int
+    packed_tensors: int
+    packed_bytes: int
+    passthrough_tensors: int
+    passthrough_bytes: int
+    side_files: int
+    source: SourceReport | None
+
+    def text(self) -> str:
+        """A few lines for a terminal."""
+        lines = [
+            f"{self.out}: {self.layers} MoE layers in {self.packed_tensors} packed tensors "
+            f"({self.packed_bytes} bytes), {self.passthrough_tensors} tensors passed through "
+            f"({self.passthrough_bytes} bytes), {self.side_files} other files: all as the manifest says"
+        ]
+        if self.source is not None:
+            report = self.source
+            lines.append(
+                f"source: {report.total} bytes = {report.claimed} converted + {report.unused} that have no "
+                f"place in the kernel layout + {report.passed} passed through, equal byte for byte"
+            )
+            lines.append(f"weights: {report.weights} decoded from both sides, codes and scales all equal")
+        return "\n".join(lines)
+
+
+def verify(out: Path, source: Path | None = None, *, progress: ByteProgress | None = None) -> VerifyReport:
+    """Check the output folder `out`; with `source`, also hold every value against the checkpoint.
+
+    Raises VerificationError with every problem found, and CheckpointError or UnsupportedError when `source`
+    itself cannot be read.
+    """
+    manifest = read_manifest(out)
+    sizes = tuple(packed_sizes(manifest))
+    if progress is not None:
+        again = sum(sizes) + manifest.passthrough.bytes if source is not None else 0
+        progress.total(output_bytes(manifest) + again)
+        progress.label("checksums")
+    problems = check_output(out, manifest, progress)
+    if problems:
+        raise VerificationError(problems)
+    compared = None
+    if source is not None:
+        checkpoint, plan = open_source(out, source, manifest)
+        with Payload(checkpoint) as payload:
+            sides = Sides(
+                out=out,
+                humming_version=manifest.humming_version,
+                checkpoint=checkpoint,
+                payload=payload,
+                progress=progress,
+                workers=default_workers(),
+            )
+            compared, problems = SourceComparison(manifest, plan, sides).run()
+        if problems:
+            raise VerificationError(problems)
+    return VerifyReport(
+        out=out,
+        layers=len(manifest.layers),
+        packed_tensors=len(sizes),
+        packed_bytes=sum(sizes),
+        passthrough_tensors=manifest.passthrough.tensors,
+        passthrough_bytes=manifest.passthrough.bytes,
+        side_files=len(manifest.side_files),
+        source=compared,
+    )
