@@ -16,6 +16,8 @@ Codes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 
 TILE_N = 64
+# Codes decoded at once: source and result then stay in a processor's cache.
+_BLOCK_CODES = 1 << 18
 
 # (word of the dense form, word of the padded form, bits of a field, shift between them). Widths that do not
 # divide 32 are packed as if they had the next power of two bits, then those words are squeezed together:
@@ -98,48 +100,66 @@ def _unsqueeze(words: Words, bits: int) -> Words:
 
 def decode_repacked(weight: Words, form: RepackedForm, shape_n: int, shape_k: int) -> Codes:
     """Codes `(E, N, K)`, padding included, of a repacked weight `(E, K / rows, N * rows * bits / 32)`."""
-    bits, act = form.bits, form.activation_bits
     experts = weight.shape[0]
-    tiles, halves, rows = shape_n // TILE_N, 16 // act, shape_k * act // 256
-    if form.packed_k:
-        half = bits // 2
-        blocks = weight.reshape(experts, rows // 2, tiles, halves, 2, 32, 2, half)
-        # (K block, tile, half tile, upper or lower half of the words, thread, row, words)
-        threads = blocks.transpose(0, 1, 6, 2, 3, 5, 4, 7)
-        words = np.ascontiguousarray(threads).reshape(experts, rows, tiles, halves, 32, bits)
-    else:
-        words = weight.reshape(experts, rows, tiles, halves, 32, bits)
-    fields = _in_element_order(split_words(words, bits), form)
-    # 32 weights of a thread: (i3, i4, i5, i6) of process.cuh, i4 and i5 swapped for transposed mini blocks.
-    pair = 32 // act
-    grid = fields.reshape(experts, rows, tiles, halves, 8, 4, act // 4, 2, 2, pair)
+    threads = _by_threads(weight, form, shape_n, shape_k)
+    out = np.empty((experts, shape_n, shape_k), np.uint8)
+    step = max(1, _BLOCK_CODES // (TILE_N * shape_k))
+    for expert in range(experts):
+        for tile in range(0, shape_n // TILE_N, step):
+            block = split_words(np.ascontiguousarray(threads[expert, :, tile : tile + step]), form.bits)
+            rows = out[expert, tile * TILE_N : (tile + step) * TILE_N]
+            if not form.signs_only:
+                _place(block, form, rows, crossed=not form.plain)
+                continue
+            sign = np.uint8(1 << (form.bits - 1))
+            signs = np.empty_like(rows)
+            _place(block & ~sign, form, rows, crossed=False)
+            _place(block & sign, form, signs, crossed=True)
+            rows |= signs
+    return out
+
+
+def _by_threads(weight: Words, form: RepackedForm, shape_n: int, shape_k: int) -> Words:
+    """`(E, packed rows, tiles, halves, thread, bits)`: the words of each thread's 32 weights."""
+    experts, tiles, halves = weight.shape[0], shape_n // TILE_N, 16 // form.activation_bits
+    rows = shape_k * form.activation_bits // 256
+    if not form.packed_k:
+        return weight.reshape(experts, rows, tiles, halves, 32, form.bits)
+    half = form.bits // 2
+    blocks = weight.reshape(experts, rows // 2, tiles, halves, 2, 32, 2, half)
+    # (K block, tile, half tile, upper or lower words, thread, row, words) -> the row beside its block
+    ordered = blocks.transpose(0, 1, 6, 2, 3, 5, 4, 7)
+    return ordered.reshape(experts, rows, tiles, halves, 32, form.bits)
+
+
+def _place(fields: Codes, form: RepackedForm, out: Codes, *, crossed: bool) -> None:
+    """Write fields `(rows, tiles, halves, thread, words, in a word)` to their places in `out` `(N, K)`.
+
+    `crossed`: field k = row * group + column of a word holds its weight column * stride + row.
+    """
+    rows, tiles, halves = fields.shape[:3]
+    word_axes = fields.shape[4].bit_length() - 1
+    pair_axes = (32 // form.activation_bits).bit_length() - 1
+    # The place of a weight among a thread's 32 as five binary digits, most significant first.
+    digits = list(range(5))
+    if crossed:
+        digits = (
+            digits[:word_axes] + digits[word_axes + pair_axes :] + digits[word_axes : word_axes + pair_axes]
+        )
+    # process.cuh counts a thread's weights by (i3, i4, i5, i6); transposed mini blocks exchange i4 and i5.
+    i6 = digits[5 - pair_axes :]
+    *i3, i4, i5 = digits[: 5 - pair_axes]
     if form.transposed:
-        grid = grid.swapaxes(7, 8)
-    # row n = (tile, half, i3, i4, thread / 4), column k = (row, i5, thread % 4, i6)
-    source = grid.transpose(0, 2, 3, 6, 7, 4, 1, 8, 5, 9)
-    out = np.empty(source.shape, np.uint8)
-    # numpy's inner loop is over the last axis, so the short axes are walked here.
-    for first in range(2):
-        for second in range(4):
-            for third in range(pair):
-                out[..., first, second, third] = source[..., first, second, third]
-    return out.reshape(experts, shape_n, shape_k)
-
-
-def _in_element_order(fields: Codes, form: RepackedForm) -> Codes:
-    """`(..., words, fields)` in the order of bits as `(..., 32)` in the order of the thread's weights."""
-    shape = fields.shape
-    stride = 32 // form.activation_bits
-    straight = fields.reshape(*shape[:-2], 32)
-    if form.plain:
-        return straight
-    # Field k = row * group + column of a word holds weight column * stride + row.
-    crossed = fields.reshape(*shape[:-1], stride, shape[-1] // stride).swapaxes(-1, -2)
-    crossed = np.ascontiguousarray(crossed).reshape(*shape[:-2], 32)
-    if not form.signs_only:
-        return crossed
-    sign = np.uint8(1 << (form.bits - 1))
-    return (straight & ~sign) | (crossed & sign)
+        i4, i5 = i5, i4
+    first = 5
+    axes = [1, 2, *(first + digit for digit in i3), first + i4, 3, 0, first + i5, 4]
+    axes += [first + digit for digit in i6]
+    # row n = (tile, half, i3, i4, thread / 4), column k = (packed row, i5, thread % 4, i6)
+    source = fields.reshape(rows, tiles, halves, 8, 4, *(2,) * 5).transpose(axes)
+    target = out.reshape(source.shape)
+    # numpy's inner loop runs over the last axis, so the short ones at the end are walked here.
+    for place in np.ndindex(*source.shape[-2 - pair_axes :]):
+        target[(..., *place)] = source[(..., *place)]
 
 
 def decode_rows(weight: Words, bits: int, shape_k: int) -> Codes:
