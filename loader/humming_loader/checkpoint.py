@@ -42,6 +42,7 @@ def manifest_stamp(folder: Path) -> tuple[int, int]:
     return state.st_size, state.st_mtime_ns
 
 
+@lru_cache(maxsize=8)
 def _download(repo: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError

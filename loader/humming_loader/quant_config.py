@@ -28,17 +28,22 @@ _WRAPPERS = frozenset({"model", "language_model", "text_model"})
 
 @dataclass(frozen=True, slots=True)
 class Prepacked:
-    """What the configuration keeps: config.json's section, the checkpoint's folder once known, and name mapping."""
+    """What the configuration keeps: config.json's section, which model it is once known, and the name mapping."""
 
     section: Mapping[str, Any]
-    folder: str | None = None
+    model: str | None = None
+    revision: str | None = None
     mapper: Any = None
 
-    def manifest(self) -> Manifest:
-        """The checkpoint's manifest. Raises ServingError before the folder is known."""
-        if self.folder is None:
+    def folder(self) -> Path:
+        """The checkpoint's folder in this process. Raises ServingError before the model is known."""
+        if self.model is None:
             raise ServingError(METHOD, "the checkpoint's folder", "a configuration that no model was given to")
-        folder = Path(self.folder)
+        return find_output(self.model, self.revision)
+
+    def manifest(self) -> Manifest:
+        """The checkpoint's manifest. Raises ServingError, OutputMissingError or ManifestError."""
+        folder = self.folder()
         return cached_manifest(folder, manifest_stamp(folder))
 
     def stored_name(self, layer_name: str) -> str | None:
@@ -70,7 +75,7 @@ class PrepackedMixin:
                 from humming_loader.experts import PrepackedHummingMoEMethod
 
                 state = self.humming_prepacked
-                return PrepackedHummingMoEMethod(layer, Path(str(state.folder)), state.manifest(), stored)
+                return PrepackedHummingMoEMethod(layer, state.folder(), state.manifest(), stored)
         return super().get_quant_method(layer, prefix)  # type: ignore[misc]
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:  # noqa: ANN401 - vLLM's WeightsMapper
@@ -85,7 +90,7 @@ class PrepackedMixin:
         warning = vllm_compat.check_version()
         if warning:
             vllm_compat.init_logger(f"vllm.{__name__}").warning(warning)
-        folder = find_output(model_name, revision)
+        found = find_output(model_name, revision)
         fresh = build(self.humming_prepacked.section, hf_config)
         kept = getattr(self, "online_quantization_config", None)
         self.__dict__.clear()
@@ -93,7 +98,9 @@ class PrepackedMixin:
         self.__class__ = type(fresh)
         if kept is not None:
             self.online_quantization_config = kept
-        self.humming_prepacked = replace(self.humming_prepacked, folder=str(folder.absolute()))
+        # A repository keeps its name: another node has it elsewhere.
+        model = str(found.absolute()) if Path(model_name).is_dir() else model_name
+        self.humming_prepacked = replace(self.humming_prepacked, model=model, revision=revision)
         super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:  # noqa: ANN401 - pickle's signature

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from humming_loader import humming_host
 from humming_loader.errors import ServingError
 
 TESTED = ("0.33",)
@@ -94,18 +93,16 @@ def resolve_source(section: Mapping[str, Any], hf_config: object | None) -> tupl
 
     `section` is config.json's quantization section as the converter wrote it. None: the source has no quantization.
     """
-    from humming_loader.vllm_compat import QUANTIZATION_METHODS, ModelArchConfigConvertorBase, get_quantization_config
-
+    methods, get_config = _find("QUANTIZATION_METHODS"), _find("get_quantization_config")
     source = dict(section.get("source") or {})
     if not source:
         return None, source
     holder = SimpleNamespace(quantization_config=source)
-    source = ModelArchConfigConvertorBase._normalize_quantization_config(None, holder)
-    builtin = [name for name in QUANTIZATION_METHODS if name not in _OVERRIDES and name != section.get("quant_method")]
+    source = _find("ModelArchConfigConvertorBase")._normalize_quantization_config(None, holder)
+    builtin = [name for name in methods if name not in _OVERRIDES and name != section.get("quant_method")]
     for name in (*builtin, *_OVERRIDES):
-        if name in QUANTIZATION_METHODS:
-            config_class = get_quantization_config(name)
-            found = config_class.override_quantization_method(source, None, hf_config=hf_config)
+        if name in methods:
+            found = get_config(name).override_quantization_method(source, None, hf_config=hf_config)
             if found is not None:
                 return str(found), source
     return str(source["quant_method"]), source
@@ -113,34 +110,32 @@ def resolve_source(section: Mapping[str, Any], hf_config: object | None) -> tupl
 
 def weight_key(source_schema: Mapping[str, Any], param_dtype: object) -> Any:  # noqa: ANN401 - vLLM's QuantKey
     """vLLM's key of the checkpoint's own weight format. Raises ServingError for a format that vLLM has no key for."""
-    from humming_loader.vllm_compat import FP8_DTYPE, weight_schema_to_quant_key
-
     import torch
 
+    from humming_loader import humming_host
+
     try:
-        key = weight_schema_to_quant_key(humming_host.weight_schema(source_schema), param_dtype)
+        key = _find("weight_schema_to_quant_key")(humming_host.weight_schema(source_schema), param_dtype)
     except KeyError as error:
         raise ServingError("weights", "a dtype that vLLM has a quantization key for", str(error)) from error
     # vLLM's own methods key FP8 and INT8 weights with one scale a channel, tensor or square block by float32 scales,
     # whatever the checkpoint's scale dtype.
     is_plain = key.scale.group_shape.row != 1 or key.scale.group_shape.col == -1
-    if key.dtype in (FP8_DTYPE, torch.int8) and is_plain and key.scale2 is None:
+    if key.dtype in (_find("FP8_DTYPE"), torch.int8) and is_plain and key.scale2 is None:
         key = dataclasses.replace(key, scale=dataclasses.replace(key.scale, dtype=torch.float32))
     return key
 
 
 def activation_key(input_schema: Mapping[str, Any] | None, param_dtype: object) -> Any:  # noqa: ANN401 - QuantKey
     """vLLM's key of the activations that the kernels run with; None: 16 bits."""
-    from humming_loader.vllm_compat import input_schema_to_quant_key
+    from humming_loader import humming_host
 
     if input_schema is None:
         return None
-    return input_schema_to_quant_key(humming_host.input_schema(input_schema), param_dtype)
+    return _find("input_schema_to_quant_key")(humming_host.input_schema(input_schema), param_dtype)
 
 
 def load_format() -> str:
     """The load format of the model that is being built; empty outside of that."""
-    from humming_loader.vllm_compat import get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
+    config = _find("get_current_vllm_config_or_none")()
     return "" if config is None else str(config.load_config.load_format)
