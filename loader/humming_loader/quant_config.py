@@ -1,7 +1,7 @@
 """The quantization method `humming_prepacked`: the original checkpoint's own configuration, but for packed layers.
 
-A configuration object is an instance of the original's class whose class was replaced by a subclass, so that everything
-that vLLM asks of it, isinstance included, is answered as if the checkpoint had not been converted.
+A configuration object has the state of the original's and a subclass of its class, so that everything that vLLM asks of
+it, isinstance included, is answered as if the checkpoint had not been converted.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ def _core(layer_name: str) -> tuple[str, ...]:
 
 class PrepackedMixin:
     """What differs from the original configuration. Always stands before its class in a `prepacked_class`."""
+
+    # One layout for every generated class: an instance changes its class once the model is known.
+    __slots__ = ()
 
     humming_prepacked: Prepacked
 
@@ -132,9 +135,7 @@ def build(section: Mapping[str, Any], hf_config: Any) -> Any:  # noqa: ANN401 - 
         if method == "compressed-tensors" and hf_config is not None and "config_groups" in source:
             source |= _head_counts(hf_config)
         config = vllm_compat.get_quantization_config(method).from_config(source)
-    config.__class__ = prepacked_class(type(config))
-    config.humming_prepacked = Prepacked(dict(section))
-    return config
+    return _rebuild(type(config), vars(config) | {"humming_prepacked": Prepacked(dict(section))})
 
 
 def _head_counts(hf_config: Any) -> dict[str, int]:  # noqa: ANN401 - a transformers config
