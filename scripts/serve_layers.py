@@ -1,0 +1,361 @@
+"""Layer by layer on the GPU: experts classes against float32, ranks that sum to the whole, memory, Humming alone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from serve_models import MODELS
+from serve_reference import Reference
+
+from humming_loader.checkpoint import read_manifest
+from humming_loader.dtypes import tensor_nbytes
+from humming_loader.entries import LayerEntry, Manifest, SublayerEntry, TensorEntry
+from humming_loader.manifest import layer_metadata, to_json
+from tests.support.vllm_layers import parallel_config, routed_experts
+
+Result = dict[str, Any]
+BATCHES = (1, 8, 64, 512)
+TOLERANCE = 2e-2  # of the output's norm: two roundings to 16 bits and the checkpoint's scale rounding
+SUM_TOLERANCE = 1e-2
+TOP_K = 2
+GIB = 1 << 30
+
+
+def quant_config(folder: Path) -> Any:  # noqa: ANN401 - a vLLM quantization config
+    """The configuration that vLLM makes for a model folder."""
+    from vllm.config import ModelConfig
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.weight_utils import get_quant_config
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    model = ModelConfig(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, max_model_len=64)
+    config = get_quant_config(model, LoadConfig())
+    config.maybe_update_config(model.model, hf_config=model.hf_config, revision=None)
+    return config
+
+
+@contextlib.contextmanager
+def vllm_context() -> Iterator[Any]:
+    """A vLLM configuration, a workspace and a forward context, without an engine."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.worker import workspace
+
+    config = VllmConfig()
+    with contextlib.suppress(AssertionError):
+        workspace.reset_workspace_manager()
+    workspace.init_workspace_manager(torch.device("cuda", 0))
+    with set_current_vllm_config(config), set_forward_context(None, config):
+        yield config
+
+
+def build(folder: Path, *, process: bool = True, **options: Any) -> Any:  # noqa: ANN401 - vLLM's RoutedExperts
+    """The first packed layer of `folder` on the GPU, loaded; `options` go to `routed_experts`."""
+    manifest = read_manifest(folder)
+    name, entry = next(iter(manifest.layers.items()))
+    with vllm_context():
+        layer = routed_experts(
+            quant_config(folder), **(sizes(name, entry, manifest) | options)
+        )
+        if process:
+            layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def sizes(name: str, entry: LayerEntry, manifest: Manifest) -> dict[str, Any]:
+    """What `routed_experts` needs to know of a layer."""
+    return {
+        "layer_name": name,
+        "experts": entry.num_experts,
+        "hidden": entry.hidden_size,
+        "intermediate": entry.intermediate_size,
+        "dtype": getattr(torch, manifest.param_dtype),
+        "device": "cuda:0",
+        "activation": "swigluoai" if entry.gate_up == "interleaved" else "silu",
+        "has_bias": entry.has_bias,
+        "top_k": TOP_K,
+    }
+
+
+def routing(tokens: int, experts: int, seed: int, among: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights float32 and ids int32 `[tokens, TOP_K]`; `among`: only the first so many experts are chosen."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    scores = torch.rand((tokens, among or experts), device="cuda", generator=generator)
+    weights, ids = scores.topk(TOP_K, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True)).float(), ids.int()
+
+
+def inputs(tokens: int, hidden: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Hidden states of ordinary size."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return (torch.randn((tokens, hidden), device="cuda", generator=generator) * 0.5).to(dtype)
+
+
+def forward(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    """The layer's output in float32."""
+    with vllm_context(), torch.inference_mode():
+        return layer.quant_method.apply(layer, x, weights, ids, None, None).float()
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what was expected."""
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def each(cases: dict[str, Callable[[], Result]]) -> Result:
+    """Run cases on their own: one that fails is recorded with its traceback and does not stop the others."""
+    results: Result = {}
+    for name, case in cases.items():
+        try:
+            results[name] = case()
+        except Exception:  # noqa: BLE001 - recorded
+            results[name] = {"ok": False, "traceback": traceback.format_exc()[-3000:]}
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {"ok": all(result["ok"] for result in results.values()), "cases": results}
+
+
+def classes(work: Path, gemm_type: str, *names: str) -> Result:
+    """One experts class on every model against float32, at every batch size."""
+    os.environ["VLLM_HUMMING_MOE_GEMM_TYPE"] = gemm_type
+    return each({name: lambda name=name: _class_case(work, name, gemm_type) for name in names or MODELS})
+
+
+def _class_case(work: Path, name: str, gemm_type: str) -> Result:
+    source = work / f"{name}-e8"
+    out = Path(f"{source}.out")
+    manifest = read_manifest(out)
+    layer_name, entry = next(iter(manifest.layers.items()))
+    reference = Reference(source, layer_name, "cuda")
+    if gemm_type == "grouped_masked":
+        os.environ["VLLM_HUMMING_MOE_GEMM_TYPE"] = "indexed"
+        layer = build(out)
+        os.environ["VLLM_HUMMING_MOE_GEMM_TYPE"] = gemm_type
+        _make_batched(layer, entry.num_experts)
+    else:
+        layer = build(out)
+    experts = type(layer.quant_method.moe_kernel.fused_experts).__name__
+    errors = {}
+    for tokens in BATCHES:
+        x = inputs(tokens, entry.hidden_size, getattr(torch, manifest.param_dtype), tokens)
+        weights, ids = routing(tokens, entry.num_experts, tokens)
+        errors[tokens] = relative(forward(layer, x, weights, ids), reference(x, weights, ids))
+    return {"ok": all(error < TOLERANCE for error in errors.values()), "class": experts, "relative_error": errors}
+
+
+def _make_batched(layer: Any, experts: int) -> None:  # noqa: ANN401 - vLLM's RoutedExperts
+    """Put the batched class, which vLLM selects only for DeepEP and NIXL, behind vLLM's reference batching."""
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.experts.fused_humming_moe import BatchedHummingGroupedExperts
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
+
+    class Unquantized(BatchedPrepareAndFinalize):
+        def prepare(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's types
+            arguments = list(args)
+            if len(arguments) > 7:
+                arguments[7] = False
+            kwargs.pop("defer_input_quant", None)
+            return super().prepare(*arguments, **kwargs)
+
+    method = layer.quant_method
+    limit = max(BATCHES)
+    prepare = Unquantized(max_num_tokens=limit, num_local_experts=experts, num_dispatchers=1, rank=0)
+    with vllm_context():
+        batched = BatchedHummingGroupedExperts(
+            moe_config=method.moe, quant_config=method.moe_quant_config, max_num_tokens=limit, num_dispatchers=1
+        )
+        method.moe_kernel = mk.FusedMoEKernel(prepare, batched)
+
+
+def expert_ranks(work: Path, *names: str) -> Result:
+    """Layers of every expert-parallel rank sum to the whole layer, with 10 experts."""
+    cases: dict[str, Callable[[], Result]] = {}
+    for name in names or MODELS:
+        for size in (2, 4):
+            for placement in ("linear", "round_robin"):
+                for among in (None, 2):
+                    key = f"{name} ep{size} {placement}{' few' if among else ''}"
+                    cases[key] = lambda name=name, size=size, placement=placement, among=among: _sum_of_ranks(
+                        work / f"{name}-e10.out", among, [
+                            {"parallel": parallel_config(ep=(rank, size)), "placement": placement, "expert_groups": 2}
+                            for rank in range(size)
+                        ],
+                    )
+    return each(cases)
+
+
+def tensor_ranks(work: Path, *names: str) -> Result:
+    """Layers of every tensor-parallel rank sum to the whole layer."""
+    cases: dict[str, Callable[[], Result]] = {}
+    for name in names or MODELS:
+        for size in (2, 4):
+            ranks = [{"parallel": parallel_config(tp=(rank, size))} for rank in range(size)]
+            cases[f"{name} tp{size}"] = lambda name=name, ranks=ranks: _sum_of_ranks(work / f"{name}-e8.out", None, ranks)
+    return each(cases)
+
+
+def _sum_of_ranks(out: Path, among: int | None, ranks: list[dict[str, Any]]) -> Result:
+    manifest = read_manifest(out)
+    entry = next(iter(manifest.layers.values()))
+    x = inputs(64, entry.hidden_size, getattr(torch, manifest.param_dtype), 3)
+    weights, ids = routing(64, entry.num_experts, 3, among)
+    whole = forward(build(out), x, weights, ids)
+    total, parts = torch.zeros_like(whole), []
+    for options in ranks:
+        layer = build(out, **options)
+        part = forward(layer, x, weights, ids)
+        experts = layer.quant_method.part.experts
+        parts.append({"experts": len(experts), "first": experts[:3], "norm": float(part.norm())})
+        total += part
+    error = relative(total, whole)
+    return {"ok": error < SUM_TOLERANCE, "relative_error": error, "ranks": parts}
+
+
+def memory(work: Path) -> Result:
+    """Extra GPU memory and time of loading one layer of Qwen3-30B's and of DeepSeek-V3's size; stock beside it."""
+    shapes = {"Qwen3-30B": (128, 2048, 768), "DeepSeek-V3": (256, 7168, 2048)}
+    cases: dict[str, Callable[[], Result]] = {}
+    for name, (experts, hidden, size) in shapes.items():
+        cases[f"{name} ours"] = lambda e=experts, h=hidden, i=size, n=name: _memory_ours(work, n, e, h, i)
+        cases[f"{name} stock"] = lambda e=experts, h=hidden, i=size: _memory_stock(work, e, h, i)
+    return each(cases)
+
+
+def _measured(prepare: Callable[[], Any], process: Callable[[Any], None]) -> tuple[Any, int, float]:
+    layer = prepare()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    process(layer)
+    torch.cuda.synchronize()
+    return layer, torch.cuda.max_memory_allocated() - before, time.perf_counter() - started
+
+
+def _process(layer: Any) -> None:  # noqa: ANN401 - vLLM's RoutedExperts
+    with vllm_context():
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def _layer_bytes(layer: Any) -> int:  # noqa: ANN401 - vLLM's RoutedExperts
+    return sum(p.numel() * p.element_size() for p in layer.parameters(recurse=False))
+
+
+def _memory_ours(work: Path, name: str, experts: int, hidden: int, size: int) -> Result:
+    folder = _big_output(work, name, experts, hidden, size)
+    layer, extra, seconds = _measured(lambda: build(folder, process=False), _process)
+    nbytes = _layer_bytes(layer)
+    again = _measured(lambda: build(folder, process=False), _process)[2]
+    return {
+        "ok": extra <= 0.05 * nbytes, "layer_bytes": nbytes, "extra_bytes": extra, "extra_ratio": extra / nbytes,
+        "seconds": [seconds, again], "GB/s": nbytes / min(seconds, again) / 1e9,
+    }
+
+
+def _memory_stock(work: Path, experts: int, hidden: int, size: int) -> Result:
+    source = work / "qwen3-fp8-block-e8"
+    manifest = read_manifest(Path(f"{source}.out"))
+    name, entry = next(iter(manifest.layers.items()))
+    options = sizes(name, entry, manifest) | {
+        "experts": experts, "hidden": hidden, "intermediate": size, "moe_backend": "humming"
+    }
+
+    def prepare() -> Any:  # noqa: ANN401 - vLLM's RoutedExperts
+        with vllm_context():
+            layer = routed_experts(quant_config(source), **options)
+        for parameter in layer.parameters(recurse=False):
+            parameter.data.view(torch.uint8).fill_(0x30)
+        return layer
+
+    layer, extra, seconds = _measured(prepare, _process)
+    nbytes = _layer_bytes(layer)
+    return {"ok": True, "layer_bytes": nbytes, "extra_ratio": extra / nbytes, "seconds": seconds}
+
+
+def _big_output(work: Path, name: str, experts: int, hidden: int, size: int) -> Path:
+    """A converted checkpoint of one layer of the given size, its payload a hole of zeros: only sizes matter here."""
+    small = work / "qwen3-fp8-block-e8.out"
+    folder = work / f"{name}.out"
+    (folder / "humming").mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_bytes((small / "config.json").read_bytes())
+    manifest = read_manifest(small)
+    layer_name, entry = next(iter(manifest.layers.items()))
+    shapes = {"w13": (2 * size, hidden), "w2": (hidden, size)}
+    sublayers = {key: _big_sublayer(entry.sublayers[key], experts, *shape) for key, shape in shapes.items()}
+    big = replace(entry, num_experts=experts, hidden_size=hidden, intermediate_size=size, sublayers=sublayers)
+    tensors = [tensor for sublayer in sublayers.values() for tensor in sublayer.tensors.values()]
+    header: dict[str, Any] = {"__metadata__": layer_metadata({layer_name: big}, "0")}
+    offset = 0
+    for tensor in tensors:
+        nbytes = tensor_nbytes(tensor.dtype, tensor.shape, tensor.name)
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / tensors[0].file).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + offset)
+    (folder / "humming/manifest.json").write_text(to_json(replace(manifest, layers={layer_name: big})))
+    return folder
+
+
+def _big_sublayer(entry: SublayerEntry, experts: int, n: int, k: int) -> SublayerEntry:
+    config = json.loads(entry.layer_config) | {
+        "shape_n": n, "shape_k": k, "pad_shape_n": 0, "pad_shape_k": 0, "num_experts": experts
+    }
+    shapes = {"weight": (experts, k // 16, n * 4), "weight_scale": (experts, k // 128, n)}
+    tensors = {
+        key: TensorEntry("humming/experts-00001-of-00001.safetensors", tensor.name, tensor.dtype, shapes[key], tensor.sha256)
+        for key, tensor in entry.tensors.items()
+    }
+    return replace(
+        entry, tensors=tensors, shape_n=n, shape_k=k, layer_config=json.dumps(config),
+        shape_n_stacks=(n // 2, n // 2) if len(entry.shape_n_stacks) == 2 else (n,),
+    )
+
+
+def alone(work: Path, *names: str) -> Result:
+    """A layer with Humming alone, no vLLM, from `load_layer`; against float32."""
+    return each({name: lambda name=name: _alone_case(work, name) for name in names or MODELS if name != "gpt-oss-mxfp4"})
+
+
+def _alone_case(work: Path, name: str) -> Result:
+    from humming_loader import load_layer
+
+    source = work / f"{name}-e8"
+    out = Path(f"{source}.out")
+    manifest = read_manifest(out)
+    layer_name, entry = next(iter(manifest.layers.items()))
+    layer = load_layer(out, layer_name, "cuda:0")
+    x = inputs(64, entry.hidden_size, getattr(torch, manifest.param_dtype), 5)
+    weights, ids = routing(64, entry.num_experts, 5)
+    error = relative(humming_moe(layer, x, weights, ids), Reference(source, layer_name, "cuda")(x, weights, ids))
+    return {"ok": error < TOLERANCE, "relative_error": error}
+
+
+def humming_moe(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    """A split gate/up layer: rows sorted by expert, two grouped products, weighted sum. float32 `[B, H]`."""
+    from humming.forward import humming_forward
+
+    order = ids.flatten().argsort(stable=True)
+    counts = ids.flatten().bincount(minlength=len(layer.part.experts))
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    common = {"expert_layout": offsets, "compute_config": {"gemm_type": "grouped_contiguous"}, "valid_shape_m": ids.numel()}
+    common["locks"] = torch.zeros(8 * torch.cuda.get_device_properties(0).multi_processor_count, dtype=torch.int32, device="cuda")
+    rows = x[order // ids.shape[1]]
+    gate, up = humming_forward(inputs=rows, **layer.w13.forward_arguments(), **common).chunk(2, -1)
+    hidden = (torch.nn.functional.silu(gate.float()) * up.float()).to(x.dtype)
+    result = humming_forward(inputs=hidden, **layer.w2.forward_arguments(), **common)
+    out = torch.zeros_like(x, dtype=torch.float32)
+    return out.index_add_(0, order // ids.shape[1], result.float() * weights.flatten()[order, None])

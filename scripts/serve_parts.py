@@ -1,0 +1,256 @@
+"""The parts of `serve_check`, each run in a process of its own: `serve_parts.py PART WORK JSON [ARGUMENT ...]`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+for name, value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}.items():
+    os.environ.setdefault(name, value)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import serve_layers
+import torch
+from serve_models import MODELS, write_model
+
+Result = dict[str, Any]
+PROMPT = [5, 17, 99, 1000, 7, 3]
+
+
+def prepare(work: Path, *names: str) -> Result:
+    """Write and convert every model, on the CPU; plus ones with an expert count that ranks do not divide."""
+    from humming_convert.options import ConvertOptions
+    from humming_convert.pipeline import convert_checkpoint
+    from humming_convert.target import Target
+
+    cuda = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
+    done: Result = {}
+    for name in names or MODELS:
+        for experts in (8, 10):
+            source = write_model(work / f"{name}-e{experts}", name, experts=experts)
+            out = work / f"{name}-e{experts}.out"
+            options = ConvertOptions(source=source, out=out, target=Target(90, (cuda[0], cuda[1])), workers=4, overwrite=True)
+            started = time.perf_counter()
+            report = convert_checkpoint(options)
+            done[out.name] = {"layers": report.layers, "seconds": round(time.perf_counter() - started, 2)}
+    return {"ok": True, "cuda": cuda, "models": done}
+
+
+def spy() -> Counter[str]:
+    """Count the calls of everything that converts; to be called before vLLM builds a model."""
+    import humming.ops
+    import humming.schema
+    import humming.transform
+    import vllm.model_executor.layers.quantization.utils.humming.moe as vllm_moe
+    import vllm.utils.humming as facade
+
+    calls: Counter[str] = Counter()
+
+    def count(holder: Any, name: str) -> None:  # noqa: ANN401 - modules and classes
+        original = getattr(holder, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed through
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        setattr(holder, name, counted)
+
+    for name in ("pack_weight", "unpack_weight", "repack_weight", "convert_weight", "dequant_weight", "quant_weight",
+                 "process_mxfp4_w4a8_weight"):
+        if hasattr(humming.ops, name):
+            count(humming.ops, name)
+    count(humming.transform, "prepare_and_transform_humming_tensors")
+    count(humming.transform, "transform_humming_tensors")
+    facade.prepare_and_transform_humming_tensors = humming.transform.prepare_and_transform_humming_tensors
+    count(vllm_moe, "convert_to_humming_moe_kernel_format")
+    count(vllm_moe, "_process_single_sublayer")
+    for schema in vars(humming.schema).values():
+        if isinstance(schema, type) and "convert_humming" in vars(schema):
+            count(schema, "convert_humming")
+    return calls
+
+
+def engine(model: Path, **options: Any) -> Any:  # noqa: ANN401 - vLLM's LLM
+    """vLLM on `model`, small and eager."""
+    from vllm import LLM
+
+    return LLM(
+        model=str(model), skip_tokenizer_init=True, enforce_eager=True, attention_backend="TRITON_ATTN", max_model_len=256,
+        max_num_seqs=4, gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 28, **options,
+    )
+
+
+def generate(llm: Any, tokens: int = 24) -> Result:  # noqa: ANN401 - vLLM's LLM
+    """Greedy tokens and their log-probabilities."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1)
+    output = llm.generate([{"prompt_token_ids": PROMPT}], params)[0].outputs[0]
+    per_token = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+    return {"tokens": list(output.token_ids), "logprobs": per_token, "sum": output.cumulative_logprob}
+
+
+def parameters(model: torch.nn.Module) -> dict[str, list[Any]]:
+    """dtype, shape and sha256 of every parameter of every routed-experts module, aliases of one storage once."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    found = {}
+    for module in model.modules():
+        if not isinstance(module, RoutedExperts):
+            continue
+        seen = set()
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.data_ptr() in seen and parameter.numel():
+                continue
+            seen.add(parameter.data_ptr())
+            data = parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+            digest = hashlib.sha256(data.tobytes()).hexdigest()
+            found[f"{module.layer_name}.{name}"] = [str(parameter.dtype), list(parameter.shape), digest]
+    return found
+
+
+def serve(work: Path, name: str, kind: str) -> Result:
+    """One model, `stock` (the source, converted by vLLM) or `ours`: parameters, tokens, calls of converting functions."""
+    os.environ.update(MODELS[name].environment)
+    calls = spy()
+    source = work / f"{name}-e8"
+    started = time.perf_counter()
+    llm = engine(source, moe_backend="humming") if kind == "stock" else engine(Path(f"{source}.out"))
+    loaded = time.perf_counter() - started
+    found: list[dict[str, list[Any]]] = []
+    llm.apply_model(lambda model: found.append(parameters(model)))
+    methods: list[Counter[str]] = []
+    llm.apply_model(lambda model: methods.append(_methods(model)))
+    result: Result = {"parameters": found[0], "methods": methods[0], "load_seconds": round(loaded, 1)}
+    (work / f"{name}.{kind}.partial.json").write_text(json.dumps(result))
+    return result | generate(llm) | {"converting_calls": dict(calls), "ok": True}
+
+
+def _methods(model: torch.nn.Module) -> Counter[str]:
+    return Counter(
+        type(module.quant_method).__name__ for module in model.modules() if getattr(module, "quant_method", None) is not None
+    )
+
+
+def extras(work: Path) -> Result:
+    """load_format=dummy serves; a reload of weights is refused with a message."""
+    out = work / "qwen3-fp8-block-e8.out"
+    llm = engine(out, load_format="dummy")
+    result: Result = {"dummy_tokens": generate(llm, 4)["tokens"]}
+    try:
+        llm.collective_rpc("reload_weights")
+        result["reload"] = "not refused"
+    except Exception as error:  # noqa: BLE001 - the message is what is looked for
+        result["reload"] = _chain(error)
+    result["ok"] = "a reload of weights" in result["reload"]
+    return result
+
+
+def _chain(error: BaseException | None) -> str:
+    parts = []
+    while error is not None:
+        parts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__ or error.__context__
+    return " <- ".join(parts)[:2000]
+
+
+def refusals(work: Path) -> Result:
+    """Edited manifests and damaged files are refused before any kernel; the messages."""
+    import humming.ops
+
+    launched: Counter[str] = Counter()
+    original = humming.ops.humming_gemm
+
+    def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed through
+        launched["gemm"] += 1
+        return original(*args, **kwargs)
+
+    humming.ops.humming_gemm = counted
+    flags = (
+        "use_packed_k_layout", "use_fused_e8m0_scale", "use_int_weight_scale", "use_raw_weight", "use_flat_weight",
+        "use_ldmatrix_dequant", "use_native_dequant", "use_block_scaled_mma", "should_apply_bs_on_c",
+    )
+    cases: dict[str, Callable[[dict[str, Any], Path], None]] = {
+        "other SM": lambda document, _: document["target"].update(sm=100),
+        "other version": lambda document, _: document.update(humming_version="0.1.3"),
+        "truncated file": lambda _, folder: _experts_file(folder, lambda path: os.truncate(path, path.stat().st_size - 7)),
+        "flipped byte": lambda _, folder: _experts_file(folder, _flip),
+    }
+    for flag in flags:
+        cases[f"flag {flag}"] = lambda document, _, flag=flag: _toggle(document, flag)
+    source = work / "qwen3-fp8-block-e8.out"
+    messages, ok = {}, True
+    for case, edit in {"untouched": lambda *_: None, **cases}.items():
+        folder = work / "refusal.out"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(source, folder)
+        document = json.loads((folder / "humming/manifest.json").read_text())
+        edit(document, folder)
+        (folder / "humming/manifest.json").write_text(json.dumps(document))
+        os.environ["HUMMING_LOADER_VERIFY"] = "1"
+        try:
+            serve_layers.build(folder)
+            messages[case] = "loaded"
+        except Exception as error:  # noqa: BLE001 - the message is what is looked for
+            messages[case] = f"{type(error).__name__}: {error}"
+        ok &= (messages[case] == "loaded") == (case == "untouched")
+    return {"ok": ok and not launched, "messages": messages, "kernels": dict(launched)}
+
+
+def _toggle(document: dict[str, Any], flag: str) -> None:
+    for layer in document["layers"].values():
+        values = layer["sublayers"]["w13"]["fingerprint"]["flags"]
+        values[flag] = not values[flag]
+
+
+def _experts_file(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(sorted((folder / "humming").glob("experts-*.safetensors"))[0])
+
+
+def _flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+PARTS: dict[str, Callable[..., Result]] = {
+    "prepare": prepare,
+    "serve": serve,
+    "extras": extras,
+    "refusals": refusals,
+    "classes": serve_layers.classes,
+    "expert-ranks": serve_layers.expert_ranks,
+    "tensor-ranks": serve_layers.tensor_ranks,
+    "memory": serve_layers.memory,
+    "alone": serve_layers.alone,
+}
+
+
+def main() -> None:
+    """Run one part and write its result; a traceback leaves by stderr and a non-zero status."""
+    part, work, target, *arguments = sys.argv[1:]
+    result = PARTS[part](Path(work), *arguments)
+    Path(target).write_text(json.dumps(result, indent=1, default=str))
+    # Engines hold threads that outlive them.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
