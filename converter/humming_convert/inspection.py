@@ -12,14 +12,14 @@ from humming_convert.errors import OutputError
 from humming_convert.safetensors_header import read_header
 from humming_loader.dtypes import tensor_nbytes
 from humming_loader.entries import LayerEntry, Manifest, SublayerEntry
-from humming_loader.manifest import MANIFEST_FILE, METADATA_LAYERS, METADATA_VERSION, parse_layer_metadata
-from humming_loader import read_manifest
+from humming_loader.manifest import METADATA_LAYERS, METADATA_VERSION, parse_layer_metadata
+from humming_convert.verify_output import read_manifest
 
 
 def inspect_as_json(path: Path) -> dict[str, Any]:
     """The manifest of an output folder, or the layers that an experts file describes, as plain values."""
     if path.is_dir():
-        return json.loads(json.dumps(asdict(_manifest(path))))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(asdict(read_manifest(path))))  # type: ignore[no-any-return]
     layers, version = _layers_of_file(path)
     document = {"file": path.name, "producer": {"name": "humming-convert", "version": version}}
     return document | {"layers": {name: json.loads(json.dumps(asdict(entry))) for name, entry in layers.items()}}
@@ -30,15 +30,8 @@ def inspect_as_text(path: Path) -> str:
     if not path.is_dir():
         layers, version = _layers_of_file(path)
         return "\n".join([f"{path.name}: {len(layers)} MoE layer(s), humming-convert {version}", *_table(layers)])
-    manifest = _manifest(path)
+    manifest = read_manifest(path)
     return "\n".join([*_head(manifest), *_table(manifest.layers)])
-
-
-def _manifest(path: Path) -> Manifest:
-    if not (path / MANIFEST_FILE).is_file():
-        hint = "an unfinished conversion or another model folder; see `humming-convert plan`"
-        raise OutputError(f"{path}: expected {MANIFEST_FILE}, found none: {hint}")
-    return read_manifest(path)
 
 
 def _layers_of_file(path: Path) -> tuple[dict[str, LayerEntry], str]:
