@@ -125,6 +125,8 @@ class SublayerComparison:
                     values.append(np.float32(1) / value if tensor.name == "input_global_scale" else value)
             data = bytearray(opened.tensors[entry.name].nbytes)
             opened.read_into(entry.name, memoryview(data))
+            if self.sides.progress is not None:
+                self.sides.progress.advance(len(data))
             found = np.frombuffer(data, np.float32)
             wanted = np.concatenate(values).max() if values else None
             if wanted is None or found.tolist() != [wanted]:
