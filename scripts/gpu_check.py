@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from humming_convert.errors import ConvertError
 from humming_convert.options import ConvertOptions, default_workers
 from humming_convert.pipeline import convert_checkpoint
@@ -44,7 +45,9 @@ class Row:
 def digests(out: Path) -> dict[str, str]:
     """Checksum of every packed tensor of an output."""
     layers = read_manifest(out).layers.values()
-    tensors = [tensor for layer in layers for part in layer.sublayers.values() for tensor in part.tensors.values()]
+    tensors = [
+        tensor for layer in layers for part in layer.sublayers.values() for tensor in part.tensors.values()
+    ]
     return {tensor.name: tensor.sha256 for tensor in tensors}
 
 
@@ -53,8 +56,15 @@ def compare(source: Path, work: Path, activation: str, sm: int) -> Row:
     seconds, found, refusals = {}, {}, {}
     for device in ("cpu", "cuda"):
         out = work / device
-        options = ConvertOptions(source=source, out=out, target=Target(sm), activation=activation, device=device,
-                                 workers=default_workers() if device == "cpu" else 2, hash_source=False)
+        options = ConvertOptions(
+            source=source,
+            out=out,
+            target=Target(sm),
+            activation=activation,
+            device=device,
+            workers=default_workers() if device == "cpu" else 2,
+            hash_source=False,
+        )
         start = time.perf_counter()
         try:
             convert_checkpoint(options)
@@ -66,8 +76,8 @@ def compare(source: Path, work: Path, activation: str, sm: int) -> Row:
     name = source.name
     if refusals:
         same = refusals.get("cpu") == refusals.get("cuda")
-        differing = () if same else (f"refused on one device only: {refusals}",)
-        return Row(name, activation, 0, differing, seconds["cpu"], seconds["cuda"], refusals.get("cpu", "")[:200])
+        unlike = () if same else (f"refused on one device only: {refusals}",)
+        return Row(name, activation, 0, unlike, seconds["cpu"], seconds["cuda"], refusals.get("cpu", "")[:200])
     ours, theirs = found["cpu"], found["cuda"]
     differing = tuple(sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)))
     return Row(name, activation, len(ours), differing, seconds["cpu"], seconds["cuda"])
@@ -77,16 +87,27 @@ def write_deepseek_layer(folder: Path) -> None:
     """A model folder with one MoE layer of DeepSeek-V3 size in block FP8: random codes without NaN."""
     folder.mkdir(parents=True)
     experts, hidden, intermediate = DEEPSEEK_V3["experts"], DEEPSEEK_V3["hidden"], DEEPSEEK_V3["intermediate"]
-    shapes = {"gate_proj": (intermediate, hidden), "up_proj": (intermediate, hidden), "down_proj": (hidden, intermediate)}
+    shapes = {
+        "gate_proj": (intermediate, hidden),
+        "up_proj": (intermediate, hidden),
+        "down_proj": (hidden, intermediate),
+    }
     header: dict[str, object] = {}
     offset = 0
     order = []
     for expert in range(experts):
         for name, (n, k) in shapes.items():
             prefix = f"model.layers.0.mlp.experts.{expert}.{name}"
-            parts = ((".weight", "F8_E4M3", (n, k), n * k), (".weight_scale_inv", "F32", (n // 128, k // 128), n * k // 4096))
+            parts = (
+                (".weight", "F8_E4M3", (n, k), n * k),
+                (".weight_scale_inv", "F32", (n // 128, k // 128), n * k // 4096),
+            )
             for suffix, dtype, shape, size in parts:
-                header[prefix + suffix] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+                header[prefix + suffix] = {
+                    "dtype": dtype,
+                    "shape": list(shape),
+                    "data_offsets": [offset, offset + size],
+                }
                 order.append((dtype, shape))
                 offset += size
     text = json.dumps(header).encode()
@@ -102,15 +123,28 @@ def write_deepseek_layer(folder: Path) -> None:
             else:
                 start = int(rng.integers(0, noise.size - count))
                 file.write(noise[start : start + count].data)
-    config = {"model_type": "deepseek_v3", "hidden_size": hidden, "moe_intermediate_size": intermediate,
-              "n_routed_experts": experts, "num_hidden_layers": 1, "first_k_dense_replace": 0, "hidden_act": "silu",
-              "torch_dtype": "bfloat16", "quantization_config": {
-                  "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
+    config = {
+        "model_type": "deepseek_v3",
+        "hidden_size": hidden,
+        "moe_intermediate_size": intermediate,
+        "n_routed_experts": experts,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "activation_scheme": "dynamic",
+        },
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--activations", default="a16,fp8,int8")
     parser.add_argument("--large", action="store_true")
@@ -124,8 +158,14 @@ def main() -> None:
         work = Path(folder)
         for source in sorted(path for path in given.checkpoints.iterdir() if path.is_dir()):
             rows += [compare(source, work, activation, sm) for activation in given.activations.split(",")]
-            print(*(f"{row.name} {row.activation}: {row.tensors} tensors, {len(row.differing)} differ {row.refused}"
-                    for row in rows[-len(given.activations.split(",")):]), sep="\n", flush=True)
+            print(
+                *(
+                    f"{row.name} {row.activation}: {row.tensors} tensors, {len(row.differing)} differ {row.refused}"
+                    for row in rows[-len(given.activations.split(",")) :]
+                ),
+                sep="\n",
+                flush=True,
+            )
         if given.large:
             write_deepseek_layer(work / "deepseek-v3-layer")
             rows.append(compare(work / "deepseek-v3-layer", work, "a16", sm))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from safetensors import safe_open
+
 from humming_convert.options import ConvertOptions
 from humming_convert.pipeline import convert_checkpoint
 from humming_convert.target import Target
 from humming_convert.verify_output import read_manifest
 from humming_loader.entries import SublayerEntry
-from safetensors import safe_open
-
 from tests.support.genuine import genuine
 from tests.support.values import dequantized
 
@@ -49,11 +49,13 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
 
 
-def theirs(tensors: dict[str, torch.Tensor], prefix: str, scheme: QuantizationScheme, form: str) -> torch.Tensor:
+def theirs(
+    tensors: dict[str, torch.Tensor], prefix: str, scheme: QuantizationScheme, form: str
+) -> torch.Tensor:
     """One projection decoded by compressed-tensors."""
     own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     weight = BaseCompressor.get_value_from_registry(form).decompress(own, scheme)["weight"]
-    assert weight is not None
+    assert isinstance(weight, torch.Tensor)
     return weight
 
 
@@ -73,7 +75,10 @@ def test_packed_values_are_the_producers(name: str, tmp_path: Path) -> None:
     compared = 0
     for layer_name, sublayer, _, ours in sublayers(tmp_path / "out"):
         for expert in range(len(ours)):
-            parts = [theirs(tensors, f"{layer_name}.{expert}.{part}.", scheme, form) for part in PROJECTIONS[sublayer]]
+            parts = [
+                theirs(tensors, f"{layer_name}.{expert}.{part}.", scheme, form)
+                for part in PROJECTIONS[sublayer]
+            ]
             expected = torch.cat(parts)
             found = torch.from_numpy(np.ascontiguousarray(ours[expert]))
             assert found.shape == expected.shape

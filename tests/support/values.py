@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
 from humming_convert.decode import PackedLayout, decode, parse_layout, raw_array
 from humming_loader.entries import SublayerEntry
 from humming_loader.reader import ExpertsFile
-from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 _SCALES = {
@@ -51,7 +52,7 @@ def _per_weight(groups: NDArray[Any] | None, layout: PackedLayout) -> Any:  # no
 
 def _code_values(layout: PackedLayout, codes: NDArray[np.uint8], zero: NDArray[Any] | None) -> Floats:
     if layout.weight.name == "float8e4m3":
-        return torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float().numpy()
+        return _numbers(codes, layout.weight.name)
     if layout.weight.name == "float4e2m1":
         return np.where(codes & 8, -_E2M1[codes & 7], _E2M1[codes & 7]).astype(np.float32)
     middle = 1 << (layout.weight.bits - 1)
@@ -61,5 +62,6 @@ def _code_values(layout: PackedLayout, codes: NDArray[np.uint8], zero: NDArray[A
 
 def _numbers(raw: NDArray[Any], name: str) -> Floats:
     if raw.dtype == np.float32:
-        return raw
-    return torch.from_numpy(raw.copy()).view(_SCALES[name]).float().numpy()
+        return raw.astype(np.float32)
+    values: Floats = torch.from_numpy(raw.copy()).view(_SCALES[name]).float().numpy()
+    return values

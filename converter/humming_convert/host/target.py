@@ -155,7 +155,7 @@ def _cuda_device(original: type) -> type:
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, original)
 
-    class device(original, metaclass=Meta):  # type: ignore[misc, valid-type]  # noqa: N801 - torch's name
+    class device(original, metaclass=Meta):  # type: ignore[misc]  # noqa: N801 - torch's name
         def __new__(cls, *_: Foreign) -> Foreign:
             return contextlib.nullcontext() if _is_emulating() else super().__new__(cls)
 
