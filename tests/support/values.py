@@ -57,7 +57,8 @@ def _code_values(layout: PackedLayout, codes: NDArray[np.uint8], zero: NDArray[A
         return np.where(codes & 8, -_E2M1[codes & 7], _E2M1[codes & 7]).astype(np.float32)
     middle = 1 << (layout.weight.bits - 1)
     offset = middle if zero is None else zero.astype(np.int16)
-    return (codes.astype(np.int16) - offset).astype(np.float32)
+    values: Floats = (codes.astype(np.int16) - offset).astype(np.float32)
+    return values
 
 
 def _numbers(raw: NDArray[Any], name: str) -> Floats:
