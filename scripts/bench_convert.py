@@ -34,7 +34,11 @@ Tensor = tuple[str, str, tuple[int, ...], Callable[[np.random.Generator], np.nda
 
 def projections() -> list[tuple[str, int, int]]:
     """Name, N and K of one expert's projections."""
-    return [("gate_proj", INTERMEDIATE, HIDDEN), ("up_proj", INTERMEDIATE, HIDDEN), ("down_proj", HIDDEN, INTERMEDIATE)]
+    return [
+        ("gate_proj", INTERMEDIATE, HIDDEN),
+        ("up_proj", INTERMEDIATE, HIDDEN),
+        ("down_proj", HIDDEN, INTERMEDIATE),
+    ]
 
 
 def _words(*shape: int) -> Callable[[np.random.Generator], np.ndarray[Any, Any]]:
@@ -91,20 +95,43 @@ def ct_int4(prefix: str, n: int, k: int) -> list[Tensor]:
     ]
 
 
-def _compressed_tensors(**weights: Any) -> dict[str, Any]:
+def _compressed_tensors(**weights: object) -> dict[str, Any]:
     group_format = weights.pop("format")
     group = {"format": group_format, "targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {"quant_method": "compressed-tensors", "format": group_format, "config_groups": {"group_0": group},
-            "ignore": ["lm_head"]}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": group_format,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 FORMATS: dict[str, tuple[Callable[[str, int, int], list[Tensor]], dict[str, Any]]] = {
-    "fp8_block": (fp8_block, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}),
-    "mxfp4": (mxfp4, _compressed_tensors(
-        format="mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=32, symmetric=True)),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}),
-    "ct_int4": (ct_int4, _compressed_tensors(
-        format="pack-quantized", type="int", num_bits=4, strategy="group", group_size=128, symmetric=True)),
+    "fp8_block": (
+        fp8_block,
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    ),
+    "mxfp4": (
+        mxfp4,
+        _compressed_tensors(
+            format="mxfp4-pack-quantized",
+            type="float",
+            num_bits=4,
+            strategy="group",
+            group_size=32,
+            symmetric=True,
+        ),
+    ),
+    "awq": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    ),
+    "ct_int4": (
+        ct_int4,
+        _compressed_tensors(
+            format="pack-quantized", type="int", num_bits=4, strategy="group", group_size=128, symmetric=True
+        ),
+    ),
 }
 
 
@@ -131,9 +158,17 @@ def write_model(folder: Path, name: str, layers: int) -> Path:
         _write_header(file, header)
         for _, _, _, draw in _tensors(name, layers):
             file.write(np.ascontiguousarray(draw(rng)).tobytes())
-    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": HIDDEN,
-              "moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "num_hidden_layers": layers,
-              "hidden_act": "silu", "torch_dtype": "bfloat16", "quantization_config": FORMATS[name][1]}
+    config = {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": INTERMEDIATE,
+        "num_experts": EXPERTS,
+        "num_hidden_layers": layers,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "quantization_config": FORMATS[name][1],
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return path
 
@@ -165,7 +200,9 @@ def _timed(command: list[str]) -> tuple[float, int]:
         process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.perf_counter() - start
         if process.returncode:
-            sys.exit(f"{' '.join(command)} failed: {process.stderr.read().decode() if process.stderr else ''}")
+            sys.exit(
+                f"{' '.join(command)} failed: {process.stderr.read().decode() if process.stderr else ''}"
+            )
     return seconds, usage.ru_maxrss * 1024
 
 
@@ -193,7 +230,9 @@ def measure(name: str, layers: int, runs: int, work: Path, extra: list[str]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--formats", default=",".join(FORMATS))
@@ -202,17 +241,31 @@ def main() -> None:
     parser.add_argument("extra", nargs="*", help="further options for humming-convert, after --")
     given = parser.parse_args()
     rows = []
-    print(f"{'format':<10} {'MB':>6} {'cp MB/s':>8} {'convert MB/s':>12} {'of cp':>6} {'peak MB':>8} {'bound MB':>9}")
+    print(
+        f"{'format':<10} {'MB':>6} {'cp MB/s':>8} {'convert MB/s':>12} {'of cp':>6} {'peak MB':>8} {'bound MB':>9}"
+    )
     with tempfile.TemporaryDirectory(dir=given.work) as folder:
         for name in given.formats.split(","):
             row = measure(name, given.layers, given.runs, Path(folder), given.extra)
             rows.append(row)
             size = row.source_bytes / 1e6
-            print(f"{name:<10} {size:>6.0f} {size / row.cp_seconds:>8.0f} {size / row.convert_seconds:>12.0f} "
-                  f"{row.ratio:>6.2f} {row.peak_bytes / 1e6:>8.0f} {row.bound_bytes / 1e6:>9.0f}", flush=True)
+            print(
+                f"{name:<10} {size:>6.0f} {size / row.cp_seconds:>8.0f} {size / row.convert_seconds:>12.0f} "
+                f"{row.ratio:>6.2f} {row.peak_bytes / 1e6:>8.0f} {row.bound_bytes / 1e6:>9.0f}",
+                flush=True,
+            )
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    given.json.write_text(json.dumps({"machine": machine, "layers": given.layers, "runs": given.runs,
-                                      "rows": [asdict(row) for row in rows]}, indent=1))
+    given.json.write_text(
+        json.dumps(
+            {
+                "machine": machine,
+                "layers": given.layers,
+                "runs": given.runs,
+                "rows": [asdict(row) for row in rows],
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

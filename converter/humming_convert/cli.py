@@ -5,6 +5,7 @@ Nothing heavier than Click is imported before a command runs, so that `--help` a
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from humming_loader.errors import LoaderError
 
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
-
 
 
 class DefaultToConvert(click.Group):
@@ -44,7 +44,9 @@ def reports_errors(command: Callable[Params, Value]) -> Callable[Params, Value]:
         except (ConvertError, LoaderError) as error:
             raise SystemExit(_fail(str(error))) from None
         except KeyboardInterrupt:
-            raise SystemExit(_fail("interrupted; nothing that looks whole was left behind", code=130)) from None
+            raise SystemExit(
+                _fail("interrupted; nothing that looks whole was left behind", code=130)
+            ) from None
         except OSError as error:
             text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             raise SystemExit(_fail(text)) from None
@@ -60,7 +62,9 @@ def _fail(text: str, code: int = 1) -> int:
     return code
 
 
-@click.group(cls=DefaultToConvert, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=DefaultToConvert, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(__version__, prog_name="humming-convert")
 def main() -> None:
     """Convert quantized MoE checkpoints once, offline, into the layout that Humming's kernels read.
@@ -72,18 +76,46 @@ def main() -> None:
 @main.command()
 @click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--target", default="auto", show_default=True, help="GPU architecture, smNN; auto: this machine's, or sm90.")
+@click.option(
+    "--target",
+    default="auto",
+    show_default=True,
+    help="GPU architecture, smNN; auto: this machine's, or sm90.",
+)
 @click.option("--cuda", default=None, help="CUDA compiler version where it will be served.  [default: 13.0]")
-@click.option("--activation", type=click.Choice(NAMES), default="a16", show_default=True,
-              help="What the kernels multiply with; checkpoint: what the checkpoint says.")
-@click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), help="Parameter dtype.  [default: the checkpoint's]")
-@click.option("--device", default="auto", show_default=True, help="Where to convert: auto, cpu, cuda or cuda:i.")
-@click.option("--quant-config", type=click.Path(path_type=Path), help="A JSON file used in place of the checkpoint's own.")
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file of passed-through tensors.")
+@click.option(
+    "--activation",
+    type=click.Choice(NAMES),
+    default="a16",
+    show_default=True,
+    help="What the kernels multiply with; checkpoint: what the checkpoint says.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16"]),
+    help="Parameter dtype.  [default: the checkpoint's]",
+)
+@click.option(
+    "--device", default="auto", show_default=True, help="Where to convert: auto, cpu, cuda or cuda:i."
+)
+@click.option(
+    "--quant-config",
+    type=click.Path(path_type=Path),
+    help="A JSON file used in place of the checkpoint's own.",
+)
+@click.option(
+    "--max-shard-size", default="5GB", show_default=True, help="Largest file of passed-through tensors."
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it is an earlier output.")
-@click.option("--workers", type=click.IntRange(1, 256), help="Slices converted at once.  [default: processors]")
-@click.option("--hash-source/--no-hash-source", default=True, show_default=True,
-              help="Record the SHA-256 of every source file in the manifest.")
+@click.option(
+    "--workers", type=click.IntRange(1, 256), help="Slices converted at once.  [default: processors]"
+)
+@click.option(
+    "--hash-source/--no-hash-source",
+    default=True,
+    show_default=True,
+    help="Record the SHA-256 of every source file in the manifest.",
+)
 @reports_errors
 def convert(source: Path, out: Path, **given: Any) -> None:  # noqa: ANN401 - Click's own values
     """Convert SRC, a .safetensors file or a model folder, into the new folder OUT."""
@@ -110,9 +142,12 @@ def plan(source: Path, activation: str, dtype: str | None, quant_config: Path | 
     from humming_convert.report import plan_as_json, plan_as_text
     from humming_convert.source import open_checkpoint
 
+    gc.disable()  # hundreds of thousands of headers that live until the process ends
     checkpoint = open_checkpoint(source, quant_config)
     found = build_plan(checkpoint, activation=activation, dtype=dtype)
-    click.echo(json.dumps(plan_as_json(found, checkpoint), indent=1) if as_json else plan_as_text(found, checkpoint))
+    click.echo(
+        json.dumps(plan_as_json(found, checkpoint), indent=1) if as_json else plan_as_text(found, checkpoint)
+    )
 
 
 @main.command()
@@ -128,7 +163,12 @@ def inspect(path: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--source", metavar="SRC", type=click.Path(path_type=Path), help="Compare with the checkpoint it was made from.")
+@click.option(
+    "--source",
+    metavar="SRC",
+    type=click.Path(path_type=Path),
+    help="Compare with the checkpoint it was made from.",
+)
 @reports_errors
 def verify(out: Path, source: Path | None) -> None:
     """Check OUT against its manifest, and with --source against the checkpoint, value by value."""

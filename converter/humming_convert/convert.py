@@ -80,7 +80,9 @@ class SublayerRun:
         return {name: value.cpu() for name, value in packed.items()}
 
 
-def _ordered(setting: Setting, work: Callable[[range], Result], chunks: tuple[range, ...]) -> Iterator[Result]:
+def _ordered(
+    setting: Setting, work: Callable[[range], Result], chunks: tuple[range, ...]
+) -> Iterator[Result]:
     """Results of `work` in order, at most `workers` + 1 slices ahead of the one that is taken."""
     pending: deque[Future[Result]] = deque()
     remaining = iter(chunks)
@@ -141,4 +143,6 @@ def source_bytes_of(plan: SublayerPlan, headers: Mapping[str, TensorHeader]) -> 
 def final_shapes(run: SublayerRun, experts: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
     """dtype and full shape of every tensor that the sublayer will write, from its first slice."""
     shapes = {name: (value.dtype, (experts, *value.shape[1:])) for name, value in run.first.items()}
-    return shapes | {name: (value.dtype, tuple(value.shape)) for name, value in run.converter.common().items()}
+    return shapes | {
+        name: (value.dtype, tuple(value.shape)) for name, value in run.converter.common().items()
+    }

@@ -30,7 +30,7 @@ def rows_of_32(stored: Raw) -> Raw:
 def group_scales(stored: Raw, *, per_row: bool) -> Raw:
     """`(E, N, G)` of ordinary scales `(E, G, N)`; `per_row`: they are applied to the result (rows of 32)."""
     ordered = rows_of_32(stored) if per_row else rows_of_64(stored)
-    return ordered.swapaxes(-1, -2)
+    return np.ascontiguousarray(ordered.swapaxes(-1, -2))
 
 
 def block_scales(stored: Raw) -> Raw:
@@ -71,4 +71,4 @@ def zero_points(stored: Raw, bits: int, groups_per_tile: int = 1) -> Codes:
         raw = np.ascontiguousarray(tiled).reshape(experts, tiles * groups_per_tile, -1)
     if bits <= 4:
         raw = np.stack((raw & 15, raw >> 4), axis=-1).reshape(*raw.shape[:-1], -1)
-    return rows_of_64(raw).swapaxes(-1, -2)
+    return np.ascontiguousarray(rows_of_64(raw).swapaxes(-1, -2))

@@ -151,10 +151,14 @@ def _nvfp4(schema: Mapping[str, Any], tensors: Tensors) -> Projection:
 
 def _awq(schema: Mapping[str, Any], tensors: Tensors) -> Projection:
     def columns(words: Raw) -> Codes:
-        stored = bit_fields(words, 4).reshape(words.shape[0], -1, 8)
-        out = np.empty_like(stored)
-        out[..., _AWQ_COLUMNS] = stored
-        return out.reshape(words.shape[0], -1).T
+        """Codes `(N, rows)` of words `(rows, N / 8)`."""
+        turned = np.ascontiguousarray(words.T)
+        raw = turned.view(np.uint8).reshape(*turned.shape, 4)
+        out = np.empty((turned.shape[0], 8, turned.shape[1]), np.uint8)
+        for byte in range(4):
+            np.bitwise_and(raw[..., byte], 15, out=out[:, _AWQ_COLUMNS[2 * byte]])
+            np.right_shift(raw[..., byte], 4, out=out[:, _AWQ_COLUMNS[2 * byte + 1]])
+        return out.reshape(-1, turned.shape[1])
 
     zero_point = columns(tensors["qzeros"].array) if schema.get("zero_point", True) else None
     return Projection(

@@ -70,7 +70,7 @@ def _write_sublayer(
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, whatever its dtype; nothing is cast."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 def _entry(layer: LayerPlan, runs: list[SublayerRun], setting: Setting, name: str) -> LayerEntry:
@@ -104,7 +104,7 @@ def _sublayer_entry(layer: LayerPlan, run: SublayerRun, setting: Setting, name: 
         shape_n_stacks=run.plan.shape_n_stacks,
         source_schema=run.plan.source_schema,
         source_input_schema=run.plan.input_schema,
-        weight_schema=schema_to_dict(converter.weight_schema),
+        weight_schema=schema_to_dict(converter.weight_schema) or {},
         input_schema=schema_to_dict(converter.input_schema) if has_input else None,
         layer_config=layer_config_to_str(converter.config),
         fingerprint=Fingerprint(flags, probe_digest(converter)),
@@ -117,10 +117,10 @@ def _with_digests(entry: LayerEntry, digests: Mapping[str, str]) -> LayerEntry:
         key: replace(
             sublayer,
             tensors={
-                name: replace(tensor, sha256=digests[tensor.name]) for name, tensor in sublayer.tensors.items()
+                name: replace(tensor, sha256=digests[tensor.name])
+                for name, tensor in sublayer.tensors.items()
             },
         )
         for key, sublayer in entry.sublayers.items()
     }
     return replace(entry, sublayers=sublayers)
-

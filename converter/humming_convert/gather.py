@@ -31,7 +31,7 @@ def torch_dtype(code: str, name: str) -> torch.dtype:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The storage of a contiguous CPU tensor as writable bytes."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,13 @@ class Gatherer:
     ) -> int:
         """Put one part at `offset` along the stacking axis of `out`; the extent that it takes there."""
         header = self.checkpoint.tensors[part.source]
-        if not tensor.steps and not tensor.check and tensor.axis == 0 and out.ndim and header.dtype == tensor.dtype:
+        if (
+            not tensor.steps
+            and not tensor.check
+            and tensor.axis == 0
+            and out.ndim
+            and header.dtype == tensor.dtype
+        ):
             # The destination is one run of bytes: read into it, with no copy on the way.
             extent = math.prod(header.shape) // math.prod(tensor.shape[2:])
             self.payload.read_into(part.source, _bytes_of(out[offset : offset + extent]))

@@ -10,35 +10,32 @@ from typing import Any
 
 from humming_convert.errors import OutputError
 from humming_convert.safetensors_header import read_header
+from humming_convert.verify_output import read_manifest
 from humming_loader.dtypes import tensor_nbytes
 from humming_loader.entries import LayerEntry, Manifest, SublayerEntry
-from humming_loader.manifest import MANIFEST_FILE, METADATA_LAYERS, METADATA_VERSION, parse_layer_metadata
-from humming_loader import read_manifest
+from humming_loader.manifest import METADATA_LAYERS, METADATA_VERSION, parse_layer_metadata
 
 
 def inspect_as_json(path: Path) -> dict[str, Any]:
     """The manifest of an output folder, or the layers that an experts file describes, as plain values."""
     if path.is_dir():
-        return json.loads(json.dumps(asdict(_manifest(path))))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(asdict(read_manifest(path))))  # type: ignore[no-any-return]
     layers, version = _layers_of_file(path)
     document = {"file": path.name, "producer": {"name": "humming-convert", "version": version}}
-    return document | {"layers": {name: json.loads(json.dumps(asdict(entry))) for name, entry in layers.items()}}
+    return document | {
+        "layers": {name: json.loads(json.dumps(asdict(entry))) for name, entry in layers.items()}
+    }
 
 
 def inspect_as_text(path: Path) -> str:
     """The same as a table: one line a packed tensor, sizes in MB."""
     if not path.is_dir():
         layers, version = _layers_of_file(path)
-        return "\n".join([f"{path.name}: {len(layers)} MoE layer(s), humming-convert {version}", *_table(layers)])
-    manifest = _manifest(path)
+        return "\n".join(
+            [f"{path.name}: {len(layers)} MoE layer(s), humming-convert {version}", *_table(layers)]
+        )
+    manifest = read_manifest(path)
     return "\n".join([*_head(manifest), *_table(manifest.layers)])
-
-
-def _manifest(path: Path) -> Manifest:
-    if not (path / MANIFEST_FILE).is_file():
-        hint = "an unfinished conversion or another model folder; see `humming-convert plan`"
-        raise OutputError(f"{path}: expected {MANIFEST_FILE}, found none: {hint}")
-    return read_manifest(path)
 
 
 def _layers_of_file(path: Path) -> tuple[dict[str, LayerEntry], str]:
@@ -46,7 +43,9 @@ def _layers_of_file(path: Path) -> tuple[dict[str, LayerEntry], str]:
         raise OutputError(f"{path}: expected an output folder or a .safetensors file, found nothing")
     metadata = read_header(path, path.name).metadata
     if METADATA_LAYERS not in metadata:
-        raise OutputError(f"{path}: expected an experts file of humming-convert, found a file without its metadata")
+        raise OutputError(
+            f"{path}: expected an experts file of humming-convert, found a file without its metadata"
+        )
     return parse_layer_metadata(metadata), metadata.get(METADATA_VERSION, "unknown")
 
 
@@ -82,5 +81,7 @@ def _rows(key: str, sublayer: SublayerEntry) -> list[str]:
         shape = "x".join(str(extent) for extent in tensor.shape)
         size = tensor_nbytes(tensor.dtype, tensor.shape, tensor.name) / 1e6
         kind = str(sublayer.weight_schema.get("b_dtype", "")) if name == "weight" else ""
-        rows.append(f"{'  ' + key + '_' + name:<54} {tensor.dtype:<8} {shape:<22} {size:>9.3f}  {kind}".rstrip())
+        rows.append(
+            f"{'  ' + key + '_' + name:<54} {tensor.dtype:<8} {shape:<22} {size:>9.3f}  {kind}".rstrip()
+        )
     return rows

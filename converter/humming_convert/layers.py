@@ -56,13 +56,17 @@ def convert_layers(
         for number, layer in enumerate(plan.layers, 1):
             progress.label(layer.layer_name)
             problems = [
-                problem for sublayer in layer.sublayers for problem in check_expected(checkpoint, payload, sublayer)
+                problem
+                for sublayer in layer.sublayers
+                for problem in check_expected(checkpoint, payload, sublayer)
             ]
             if problems:
                 raise CheckpointError(problems)
             name = experts_file.file_name(number, len(plan.layers))
             path = folder.path(name)
-            entries[layer.layer_name] = experts_file.write_layer(layer, gatherer, setting, path, name, progress)
+            entries[layer.layer_name] = experts_file.write_layer(
+                layer, gatherer, setting, path, name, progress
+            )
     return entries
 
 

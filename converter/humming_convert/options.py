@@ -13,7 +13,16 @@ from humming_convert.target import Target
 DEFAULT_SHARD_BYTES = 5 * 10**9
 PARAM_DTYPES = ("bfloat16", "float16")
 
-_SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
+from huggingface_hub import split_state_dict_into_shards_factory
+
 from humming_convert.errors import CheckpointError, Problem
 from humming_convert.files import BackgroundHash, TempFile, os_error
 from humming_convert.writer import TensorSpec, header_bytes, storage_order
@@ -23,7 +25,7 @@ from humming_loader.entries import FileEntry, Passthrough
 BUFFER_BYTES = 8 << 20
 _BUFFERS = 3
 
-SINGLE_FILE = "model.safetensors"
+FILE_PATTERN = "model{suffix}.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _NOT_COPIED_ENDINGS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
@@ -46,32 +48,21 @@ class Shard:
 
 
 def plan_shards(sizes: Iterable[tuple[str, int]], max_shard_bytes: int) -> tuple[Shard, ...]:
-    """Names with their bytes, in order, split so that no shard exceeds `max_shard_bytes`.
+    """Names with their bytes, in order, split by huggingface_hub's own planner so that no shard exceeds the limit.
 
-    A tensor larger than that gets a shard of its own, as huggingface_hub does it. One shard is called
-    `model.safetensors`, several `model-00001-of-00003.safetensors`; no names give no shards.
+    A tensor larger than that gets a shard of its own. One shard is called `model.safetensors`, several
+    `model-00001-of-00003.safetensors`; no names give no shards.
     """
-    groups: list[list[str]] = []
-    current: list[str] = []
-    filled = 0
-    for name, nbytes in sizes:
-        if nbytes > max_shard_bytes:
-            groups.append([name])
-            continue
-        if filled + nbytes > max_shard_bytes:
-            groups.append(current)
-            current, filled = [], 0
-        current.append(name)
-        filled += nbytes
-    if current:
-        groups.append(current)
-    if len(groups) == 1:
-        return (Shard(SINGLE_FILE, tuple(groups[0])),)
-    count = len(groups)
-    return tuple(
-        Shard(f"model-{number:05d}-of-{count:05d}.safetensors", tuple(names))
-        for number, names in enumerate(groups, 1)
+    given = dict(sizes)
+    if not given:
+        return ()
+    plan = split_state_dict_into_shards_factory(
+        given,
+        get_storage_size=lambda nbytes: nbytes,
+        filename_pattern=FILE_PATTERN,
+        max_shard_size=max_shard_bytes,
     )
+    return tuple(Shard(file, tuple(names)) for file, names in plan.filename_to_tensors.items())
 
 
 def write_passthrough(

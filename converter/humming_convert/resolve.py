@@ -89,7 +89,9 @@ def _resolve_sm(target: str, device_sm: int | None, notes: list[str]) -> int:
     if device_sm is not None:
         notes.append(f"target: sm{device_sm}, this machine's GPU (choose another with --target)")
         return device_sm
-    notes.append(f"target: sm{DEFAULT_SM} (Hopper), because this machine has no GPU (choose another with --target)")
+    notes.append(
+        f"target: sm{DEFAULT_SM} (Hopper), because this machine has no GPU (choose another with --target)"
+    )
     return DEFAULT_SM
 
 

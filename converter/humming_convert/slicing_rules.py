@@ -6,9 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from humming_convert.host.foreign import Foreign
 
-def slicing_rules(name: str, config: Any, flags: Mapping[str, bool]) -> dict[str, Any]:
-    """How `name` (w13 or w2), with Humming's LayerConfig and its layout flags, is cut: w13 along N, separately in its gate and up rows, w2 along K.
+
+def slicing_rules(name: str, config: Foreign, flags: Mapping[str, bool]) -> dict[str, Any]:
+    """How `name` (w13 or w2) is cut, by Humming's LayerConfig and its layout flags.
+
+    w13 is cut along N, separately in its gate and up rows, w2 along K.
 
     `layout` says how the weight lies: `repacked` in rows of `k_rows` values of K, `flat`, or `raw` (one expert's rows
     one after the other). A cut is possible at multiples of `multiple`, in values of N (w13) or K (w2), and needs no
@@ -37,7 +41,7 @@ def slicing_rules(name: str, config: Any, flags: Mapping[str, bool]) -> dict[str
     }
 
 
-def _weight_layout(config: Any, flags: Mapping[str, bool]) -> tuple[str, int]:
+def _weight_layout(config: Foreign, flags: Mapping[str, bool]) -> tuple[str, int]:
     bits = config.b_dtype.num_bits
     if flags["use_raw_weight"]:
         return "raw", 32 // math.gcd(32, bits)

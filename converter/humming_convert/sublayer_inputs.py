@@ -141,6 +141,10 @@ def checked_small(
         if _SAME_BYTES.get(tensor.dtype) == dtype:
             tensor = tensor.view(dtype)
         elif tensor.dtype in _FLOATS and dtype in _FLOATS:
+            if attr.get("extra_attrs", {}).get("scale_type") == "tensor":
+                # One number for a whole weight stays in float32, also where a schema's own table says otherwise:
+                # Humming keeps it so, and rounding it would move every weight.
+                dtype = torch.float32
             tensor = tensor.to(dtype)
         # One scale per expert may stand for all its projections.
         shapes = (

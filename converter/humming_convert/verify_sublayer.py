@@ -19,7 +19,7 @@ from humming_convert.source import Checkpoint, Payload
 from humming_loader.entries import SublayerEntry
 from humming_loader.reader import ExpertsFile
 
-CHUNK_CODES = 16 << 20
+CHUNK_CODES = 1 << 22
 FIELDS = ("codes", "scale", "zero_point", "scale_2", "bias")
 
 
@@ -125,6 +125,8 @@ class SublayerComparison:
                     values.append(np.float32(1) / value if tensor.name == "input_global_scale" else value)
             data = bytearray(opened.tensors[entry.name].nbytes)
             opened.read_into(entry.name, memoryview(data))
+            if self.sides.progress is not None:
+                self.sides.progress.advance(len(data))
             found = np.frombuffer(data, np.float32)
             wanted = np.concatenate(values).max() if values else None
             if wanted is None or found.tolist() != [wanted]:
@@ -147,7 +149,7 @@ def differences(found: Decoded, wanted: Decoded, first_expert: int) -> Iterator[
             )
         unequal = one != other
         if unequal.any():
-            place = tuple(int(axis[0]) for axis in np.nonzero(unequal))
+            place = tuple(int(axis) for axis in np.unravel_index(int(unequal.argmax()), unequal.shape))
             index = ", ".join(str(axis) for axis in (place[0] + first_expert, *place[1:]))
             count = int(np.count_nonzero(unequal))
             text = f"{count} that differ, the first at [{index}]: {one[place]} instead of {other[place]}"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.support.checkpoints import pack_words
 from tests.support.parity import load_cases, source_tensors
 
 from humming_convert.decode import Decoded, decode, parse_layout, raw_array
@@ -65,30 +66,121 @@ def by_schema() -> dict[str, list[dict[str, Any]]]:
     return grouped
 
 
+def check(case: dict[str, Any], tensors: dict[str, torch.Tensor], source: list[Expert]) -> str:
+    """Convert `tensors`, decode, and compare with `source`; the layout's weight type and its flags."""
+    target = Target(case["sm"], tuple(case["cuda"]))
+    packed = convert_to_humming_moe_kernel_format(
+        tensors,
+        case["weight"],
+        case["input"],
+        shape_n=case["n"],
+        shape_k=case["k"],
+        shape_n_stacks=case["stacks"],
+        num_experts=case["experts"],
+        has_bias=case["bias"],
+        param_dtype=case["dtype"],
+        target=target,
+    )
+    layout = parse_layout(layer_config_to_str(packed.config), fingerprint(packed.config, target))
+    raw = {name: as_raw(tensor).array for name, tensor in packed.tensors.items()}
+    largest = largest_scale(layout, source) if layout.flags["use_int_weight_scale"] else None
+    assert_equal(decode(layout, raw), expected(layout, source, HUMMING, largest))
+    return " ".join([layout.weight.name, *(name for name, value in layout.flags.items() if value)])
+
+
 @pytest.mark.parametrize("key", sorted(by_schema()))
 def test_decoded_layout_is_the_decoded_source(key: str) -> None:
     schema = json.loads(key)
     for case in by_schema()[key]:
-        target = Target(case["sm"], tuple(case["cuda"]))
         tensors = source_tensors(case, weight_schema_of(schema))
-        packed = convert_to_humming_moe_kernel_format(
-            tensors,
-            schema,
-            case["input"],
-            shape_n=case["n"],
-            shape_k=case["k"],
-            shape_n_stacks=case["stacks"],
-            num_experts=case["experts"],
-            has_bias=case["bias"],
-            param_dtype=case["dtype"],
-            target=target,
-        )
-        layout = parse_layout(layer_config_to_str(packed.config), fingerprint(packed.config, target))
-        raw = {name: as_raw(tensor).array for name, tensor in packed.tensors.items()}
-        experts = [one_expert(schema, tensors, expert, case["stacks"]) for expert in range(case["experts"])]
-        largest = largest_scale(layout, experts) if layout.flags["use_int_weight_scale"] else None
+        source = [one_expert(schema, tensors, expert, case["stacks"]) for expert in range(case["experts"])]
         try:
-            assert_equal(decode(layout, raw), expected(layout, experts, HUMMING, largest))
+            check(case, tensors, source)
         except AssertionError as error:
             error.add_note(case["id"])
             raise
+
+
+def odd_case(weight: dict[str, Any], activation: str | None, **more: Any) -> dict[str, Any]:  # noqa: ANN401
+    """A sublayer whose N and K both need padding."""
+    fp8 = {"quant_method": "humming", "dtype": "float8e4m3"}
+    known: dict[str | None, dict[str, Any] | None] = {
+        None: None,
+        "int8": {"quant_method": "humming", "dtype": "int8"},
+        "fp8": fp8,
+        "fp8-block": fp8 | {"group_size": 128},
+    }
+    case: dict[str, Any] = {"weight": weight, "input": known[activation], "sm": 90, "cuda": (13, 0)}
+    shape = {"n": 192, "k": 192, "stacks": [96, 96], "experts": 2}
+    return case | shape | {"bias": True, "dtype": "bfloat16", "seed": 7} | more
+
+
+def run_odd(case: dict[str, Any]) -> str:
+    schema = weight_schema_of(case["weight"])
+    tensors = source_tensors(case, schema)
+    source = [one_expert(case["weight"], tensors, one, case["stacks"]) for one in range(case["experts"])]
+    return check(case, tensors, source)
+
+
+@pytest.mark.parametrize(
+    ("sm", "activation"),
+    [
+        (80, None),
+        (80, "int8"),
+        (89, None),
+        (89, "fp8"),
+        (89, "int8"),
+        (90, "fp8"),
+        (90, "int8"),
+        (90, "fp8-block"),
+    ],
+)
+def test_padded_mxfp4(sm: int, activation: str | None) -> None:
+    run_odd(odd_case({"quant_method": "mxfp4"}, activation, sm=sm))
+
+
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "type": "int",
+    "strategy": "group",
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_integers_of_every_width(bits: int, symmetric: bool, dtype: str) -> None:
+    weight = PACKED | {"num_bits": bits, "symmetric": symmetric, "group_size": 32}
+    kind = run_odd(odd_case(weight, None, dtype=dtype))
+    # 36,864 random codes: the lowest occurs, so Humming keeps the integers.
+    assert kind.split()[0] == f"uint{bits}"
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_sign_and_magnitude_when_the_lowest_code_is_nowhere(bits: int) -> None:
+    weight = PACKED | {"num_bits": bits, "symmetric": True, "group_size": 64}
+    case = odd_case(weight, None)
+    tensors = source_tensors(case, weight_schema_of(weight))
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(1, 1 << bits, (2, 192, 192)).astype(np.uint8)
+    packed = [pack_words(one, bits) for one in codes]
+    tensors["weight_packed"] = torch.from_numpy(np.stack(packed))
+    source = [one_expert(weight, tensors, one, case["stacks"]) for one in range(2)]
+    np.testing.assert_array_equal(np.stack([one.codes for one in source]), codes)
+    assert check(case, tensors, source).split()[0] == f"float{bits}e0m{bits - 1}"
+
+
+def test_groups_that_are_no_power_of_two() -> None:
+    weight = PACKED | {"num_bits": 4, "symmetric": False, "group_size": 96}
+    run_odd(odd_case(weight, None))
+
+
+def test_integer_scales() -> None:
+    weight = {"quant_method": "humming", "b_dtype": "uint4", "group_size": 64, "group_size_n": 1}
+    case = odd_case(weight, "int8", bias=False)
+    tensors = source_tensors(case, weight_schema_of(weight))
+    as_packed = {"weight_packed": tensors["weight"], "weight_scale": tensors["weight_scale"]}
+    schema = PACKED | {"num_bits": 4, "symmetric": True, "group_size": 64}
+    source = [one_expert(schema, as_packed, one, case["stacks"]) for one in range(2)]
+    assert "use_int_weight_scale" in check(case, tensors, source)

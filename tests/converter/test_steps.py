@@ -58,19 +58,20 @@ def test_regroup_columns(block: int, columns: int, group: int) -> None:
         assert result[:, column // group].tolist() == tensor[:, column // block].tolist()
 
 
-def test_pack_int8_zero_point() -> None:
-    values = np.random.default_rng(0).integers(-128, 128, (24, 3), dtype=np.int8)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_pack_int8_zero_point(groups: int) -> None:
+    values = np.random.default_rng(0).integers(-128, 128, (24, groups), dtype=np.int8)
     result = apply("pack_int8_zero_point", torch.from_numpy(values))
-    assert (result.dtype, result.shape) == (torch.int32, (6, 3))
+    assert (result.dtype, result.shape) == (torch.int32, (6, groups))
     words = result.numpy().view(np.uint32)
     for row in range(24):
-        for column in range(3):
+        for column in range(groups):
             code = (int(words[row // 4, column]) >> (8 * (row % 4))) & 0xFF
             assert code == int(values[row, column]) + 128
 
 
 def test_steps_take_all_experts_at_once() -> None:
-    values = torch.randint(-128, 128, (5, 8, 2), dtype=torch.int8)
+    values = torch.randint(-128, 128, (5, 8, 1), dtype=torch.int8)
     whole = apply("pack_int8_zero_point", values)
     assert torch.equal(whole, torch.stack([apply("pack_int8_zero_point", value) for value in values]))
     scales = torch.rand(5, 3, 2)

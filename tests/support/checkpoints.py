@@ -320,9 +320,9 @@ class _Experts:
             found["weight_scale"] = self._scale(n, 1)
         else:
             shape: tuple[int, ...] = () if self.format == "fp8_tensor" else (1,)
-            found["weight_scale"] = self._scale(*shape, default="F32")
+            found["weight_scale"] = self._scale(*shape, default="F32" if shape == () else "BF16")
             if self.options.get("static", False):
-                found["input_scale"] = self._scale(*shape, default="F32")
+                found["input_scale"] = self._scale(*shape, default="F32" if shape == () else "BF16")
         return found
 
     def _mxfp4(self, n: int, k: int) -> dict[str, RawTensor]:

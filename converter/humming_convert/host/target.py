@@ -148,16 +148,25 @@ def _compiler_version(original: Callable[..., Foreign]) -> Callable[..., Foreign
     return compiler_version
 
 
-def _cuda_device(original: Foreign) -> Callable[..., Foreign]:
-    def device(index: Foreign) -> Foreign:
-        return contextlib.nullcontext() if _is_emulating() else original(index)
+def _cuda_device(original: type) -> type:
+    """A class, because torch itself asks whether an argument is an instance of `torch.cuda.device`."""
+
+    class Meta(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+    class device(original, metaclass=Meta):  # type: ignore[misc]  # noqa: N801 - torch's name
+        def __new__(cls, *_: Foreign) -> Foreign:
+            return contextlib.nullcontext() if _is_emulating() else super().__new__(cls)
 
     return device
 
 
 def _tensor_cuda(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def cuda(self: torch.Tensor, *args: Foreign, **kwargs: Foreign) -> torch.Tensor:
-        return self if _is_emulating() else original(self, *args, **kwargs)
+        # A meta tensor stands in for the weight while a layout is decided; there is nothing to move, on a GPU either.
+        is_stand_in = self.is_meta and _active.get() is not None
+        return self if is_stand_in or _is_emulating() else original(self, *args, **kwargs)
 
     return cuda
 
