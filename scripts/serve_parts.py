@@ -37,7 +37,7 @@ def prepare(work: Path, *names: str) -> Result:
     from humming_convert.pipeline import convert_checkpoint
     from humming_convert.target import Target
 
-    cuda = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
+    cuda = tuple(int(part) for part in (torch.version.cuda or "13.0").split(".")[:2])
     done: Result = {}
     for name in names or MODELS:
         for experts in (8, 10):
