@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "loader")]
 
-from serve_models import MODELS
+from scripts.serve_models import MODELS  # noqa: E402 - the path comes first
 
 GEMM_TYPES = ("indexed", "grouped", "grouped_masked")
 LAYER_PARTS = ("refusals", "memory", "expert-ranks", "tensor-ranks", "alone")
@@ -87,7 +87,12 @@ class Runner:
     def _call(self, command: list[str], log: Path, limit: float) -> str:
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True, cwd=self.work
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                start_new_session=True,
+                cwd=self.work,
             )
             try:
                 return f"exit status {process.wait(limit)}"
@@ -118,7 +123,11 @@ def compare(stock: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]
     if "parameters" not in stock or "parameters" not in ours:
         return {"ok": False} | missing
     expected, found = stock["parameters"], ours["parameters"]
-    differing = {name: [expected.get(name), found.get(name)] for name in expected | found if expected.get(name) != found.get(name)}
+    differing = {
+        name: [expected.get(name), found.get(name)]
+        for name in expected | found
+        if expected.get(name) != found.get(name)
+    }
     result: dict[str, Any] = {"parameters": len(expected), "differing": differing}
     result["tokens_equal"] = stock.get("tokens") == ours.get("tokens") and "tokens" in ours
     result["logprobs_equal"] = stock.get("logprobs") == ours.get("logprobs") and "logprobs" in ours
@@ -145,7 +154,9 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
     chains: list[list[Part]] = []
     if "models" in options.parts:
         chains += [[Part("serve", (name, "stock")), Part("serve", (name, "ours"))] for name in models]
-    chains += [[Part(name, () if name in ("refusals", "memory") else models)] for name in LAYER_PARTS if name in options.parts]
+    chains += [
+        [Part(name, () if name in ("refusals", "memory") else models)] for name in LAYER_PARTS if name in options.parts
+    ]
     if "extras" in options.parts:
         chains.append([Part("extras")])
     if "classes" in options.parts:
@@ -164,7 +175,8 @@ def table(results: Mapping[str, dict[str, Any]]) -> str:
     lines = []
     for label, result in sorted(results.items()):
         facts = {
-            key: value for key, value in result.items()
+            key: value
+            for key, value in result.items()
             if key not in ("ok", "cases", "parameters", "tokens", "logprobs", "log", "methods", "converting_calls")
         }
         lines.append(f"{'ok  ' if result['ok'] else 'FAIL'} {label}: {json.dumps(facts, default=str)[:600]}")

@@ -10,18 +10,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from serve_models import MODELS
-from serve_reference import Reference
+from scripts.serve_models import MODELS
+from scripts.serve_reference import Reference
+from tests.support.vllm_layers import parallel_config, routed_experts
 
 from humming_loader.checkpoint import read_manifest
 from humming_loader.dtypes import tensor_nbytes
 from humming_loader.entries import LayerEntry, Manifest, SublayerEntry, TensorEntry
 from humming_loader.manifest import layer_metadata, to_json
-from tests.support.vllm_layers import parallel_config, routed_experts
 
 Result = dict[str, Any]
 BATCHES = (1, 8, 64, 512)
@@ -65,9 +66,7 @@ def build(folder: Path, *, process: bool = True, **options: Any) -> Any:  # noqa
     manifest = read_manifest(folder)
     name, entry = next(iter(manifest.layers.items()))
     with vllm_context():
-        layer = routed_experts(
-            quant_config(folder), **(sizes(name, entry, manifest) | options)
-        )
+        layer = routed_experts(quant_config(folder), **(sizes(name, entry, manifest) | options))
         if process:
             layer.quant_method.process_weights_after_loading(layer)
     return layer
@@ -105,7 +104,8 @@ def inputs(tokens: int, hidden: int, dtype: torch.dtype, seed: int) -> torch.Ten
 def forward(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
     """The layer's output in float32."""
     with vllm_context(), torch.inference_mode():
-        return layer.quant_method.apply(layer, x, weights, ids, None, None).float()
+        output: torch.Tensor = layer.quant_method.apply(layer, x, weights, ids, None, None)
+        return output.float()
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -119,7 +119,7 @@ def each(cases: dict[str, Callable[[], Result]]) -> Result:
     for name, case in cases.items():
         try:
             results[name] = case()
-        except Exception:  # noqa: BLE001 - recorded
+        except Exception:
             results[name] = {"ok": False, "traceback": traceback.format_exc()[-3000:]}
         gc.collect()
         torch.cuda.empty_cache()
@@ -129,7 +129,7 @@ def each(cases: dict[str, Callable[[], Result]]) -> Result:
 def classes(work: Path, gemm_type: str, *names: str) -> Result:
     """One experts class on every model against float32, at every batch size."""
     os.environ["VLLM_HUMMING_MOE_GEMM_TYPE"] = gemm_type
-    return each({name: lambda name=name: _class_case(work, name, gemm_type) for name in names or MODELS})
+    return each({name: partial(_class_case, work, name, gemm_type) for name in names or MODELS})
 
 
 def _class_case(work: Path, name: str, gemm_type: str) -> Result:
@@ -160,7 +160,7 @@ def _make_batched(layer: Any, experts: int) -> None:  # noqa: ANN401 - vLLM's Ro
     from vllm.model_executor.layers.fused_moe.experts.fused_humming_moe import BatchedHummingGroupedExperts
     from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
 
-    class Unquantized(BatchedPrepareAndFinalize):
+    class Unquantized(BatchedPrepareAndFinalize):  # type: ignore[misc]
         def prepare(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's types
             arguments = list(args)
             if len(arguments) > 7:
@@ -186,12 +186,11 @@ def expert_ranks(work: Path, *names: str) -> Result:
             for placement in ("linear", "round_robin"):
                 for among in (None, 2):
                     key = f"{name} ep{size} {placement}{' few' if among else ''}"
-                    cases[key] = lambda name=name, size=size, placement=placement, among=among: _sum_of_ranks(
-                        work / f"{name}-e10.out", among, [
-                            {"parallel": parallel_config(ep=(rank, size)), "placement": placement, "expert_groups": 2}
-                            for rank in range(size)
-                        ],
-                    )
+                    ranks = [
+                        {"parallel": parallel_config(ep=(rank, size)), "placement": placement, "expert_groups": 2}
+                        for rank in range(size)
+                    ]
+                    cases[key] = partial(_sum_of_ranks, work / f"{name}-e10.out", among, ranks)
     return each(cases)
 
 
@@ -201,7 +200,7 @@ def tensor_ranks(work: Path, *names: str) -> Result:
     for name in names or MODELS:
         for size in (2, 4):
             ranks = [{"parallel": parallel_config(tp=(rank, size))} for rank in range(size)]
-            cases[f"{name} tp{size}"] = lambda name=name, ranks=ranks: _sum_of_ranks(work / f"{name}-e8.out", None, ranks)
+            cases[f"{name} tp{size}"] = partial(_sum_of_ranks, work / f"{name}-e8.out", None, ranks)
     return each(cases)
 
 
@@ -227,8 +226,8 @@ def memory(work: Path) -> Result:
     shapes = {"Qwen3-30B": (128, 2048, 768), "DeepSeek-V3": (256, 7168, 2048)}
     cases: dict[str, Callable[[], Result]] = {}
     for name, (experts, hidden, size) in shapes.items():
-        cases[f"{name} ours"] = lambda e=experts, h=hidden, i=size, n=name: _memory_ours(work, n, e, h, i)
-        cases[f"{name} stock"] = lambda e=experts, h=hidden, i=size: _memory_stock(work, e, h, i)
+        cases[f"{name} ours"] = partial(_memory_ours, work, name, experts, hidden, size)
+        cases[f"{name} stock"] = partial(_memory_stock, work, experts, hidden, size)
     return each(cases)
 
 
@@ -258,8 +257,12 @@ def _memory_ours(work: Path, name: str, experts: int, hidden: int, size: int) ->
     nbytes = _layer_bytes(layer)
     again = _measured(lambda: build(folder, process=False), _process)[2]
     return {
-        "ok": extra <= 0.05 * nbytes, "layer_bytes": nbytes, "extra_bytes": extra, "extra_ratio": extra / nbytes,
-        "seconds": [seconds, again], "GB/s": nbytes / min(seconds, again) / 1e9,
+        "ok": extra <= 0.05 * nbytes,
+        "layer_bytes": nbytes,
+        "extra_bytes": extra,
+        "extra_ratio": extra / nbytes,
+        "seconds": [seconds, again],
+        "GB/s": nbytes / min(seconds, again) / 1e9,
     }
 
 
@@ -268,7 +271,10 @@ def _memory_stock(work: Path, experts: int, hidden: int, size: int) -> Result:
     manifest = read_manifest(Path(f"{source}.out"))
     name, entry = next(iter(manifest.layers.items()))
     options = sizes(name, entry, manifest) | {
-        "experts": experts, "hidden": hidden, "intermediate": size, "moe_backend": "humming"
+        "experts": experts,
+        "hidden": hidden,
+        "intermediate": size,
+        "moe_backend": "humming",
     }
 
     def prepare() -> Any:  # noqa: ANN401 - vLLM's RoutedExperts
@@ -299,7 +305,11 @@ def _big_output(work: Path, name: str, experts: int, hidden: int, size: int) -> 
     offset = 0
     for tensor in tensors:
         nbytes = tensor_nbytes(tensor.dtype, tensor.shape, tensor.name)
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + nbytes]}
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + nbytes],
+        }
         offset += nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -312,22 +322,32 @@ def _big_output(work: Path, name: str, experts: int, hidden: int, size: int) -> 
 
 def _big_sublayer(entry: SublayerEntry, experts: int, n: int, k: int) -> SublayerEntry:
     config = json.loads(entry.layer_config) | {
-        "shape_n": n, "shape_k": k, "pad_shape_n": 0, "pad_shape_k": 0, "num_experts": experts
+        "shape_n": n,
+        "shape_k": k,
+        "pad_shape_n": 0,
+        "pad_shape_k": 0,
+        "num_experts": experts,
     }
     shapes = {"weight": (experts, k // 16, n * 4), "weight_scale": (experts, k // 128, n)}
     tensors = {
-        key: TensorEntry("humming/experts-00001-of-00001.safetensors", tensor.name, tensor.dtype, shapes[key], tensor.sha256)
+        key: TensorEntry(
+            "humming/experts-00001-of-00001.safetensors", tensor.name, tensor.dtype, shapes[key], tensor.sha256
+        )
         for key, tensor in entry.tensors.items()
     }
     return replace(
-        entry, tensors=tensors, shape_n=n, shape_k=k, layer_config=json.dumps(config),
+        entry,
+        tensors=tensors,
+        shape_n=n,
+        shape_k=k,
+        layer_config=json.dumps(config),
         shape_n_stacks=(n // 2, n // 2) if len(entry.shape_n_stacks) == 2 else (n,),
     )
 
 
 def alone(work: Path, *names: str) -> Result:
     """A layer with Humming alone, no vLLM, from `load_layer`; against float32."""
-    return each({name: lambda name=name: _alone_case(work, name) for name in names or MODELS if name != "gpt-oss-mxfp4"})
+    return each({name: partial(_alone_case, work, name) for name in names or MODELS if name != "gpt-oss-mxfp4"})
 
 
 def _alone_case(work: Path, name: str) -> Result:
@@ -351,8 +371,14 @@ def humming_moe(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.T
     order = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount(minlength=len(layer.part.experts))
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    common = {"expert_layout": offsets, "compute_config": {"gemm_type": "grouped_contiguous"}, "valid_shape_m": ids.numel()}
-    common["locks"] = torch.zeros(8 * torch.cuda.get_device_properties(0).multi_processor_count, dtype=torch.int32, device="cuda")
+    common = {
+        "expert_layout": offsets,
+        "compute_config": {"gemm_type": "grouped_contiguous"},
+        "valid_shape_m": ids.numel(),
+    }
+    common["locks"] = torch.zeros(
+        8 * torch.cuda.get_device_properties(0).multi_processor_count, dtype=torch.int32, device="cuda"
+    )
     rows = x[order // ids.shape[1]]
     gate, up = humming_forward(inputs=rows, **layer.w13.forward_arguments(), **common).chunk(2, -1)
     hidden = (torch.nn.functional.silu(gate.float()) * up.float()).to(x.dtype)

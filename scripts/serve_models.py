@@ -112,13 +112,18 @@ def _deepseek(writer: Writer, head: str, experts: int) -> None:
         writer.tensors[f"{prefix}.gate.e_score_correction_bias"] = RawTensor("F32", correction)
         prefix += ".shared_experts"
     for name, shape in (
-        ("gate_proj", (INTERMEDIATE, HIDDEN)), ("up_proj", (INTERMEDIATE, HIDDEN)), ("down_proj", (HIDDEN, INTERMEDIATE))
+        ("gate_proj", (INTERMEDIATE, HIDDEN)),
+        ("up_proj", (INTERMEDIATE, HIDDEN)),
+        ("down_proj", (HIDDEN, INTERMEDIATE)),
     ):
         writer.add(f"{prefix}.{name}.weight", *shape)
 
 
 _LAYER: dict[str, Callable[[Writer, str, int], None]] = {
-    "qwen3_moe": _qwen3, "mixtral": _mixtral, "gpt_oss": _gpt_oss, "deepseek_v3": _deepseek
+    "qwen3_moe": _qwen3,
+    "mixtral": _mixtral,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek,
 }
 
 _COMMON: Config = {
@@ -139,25 +144,55 @@ _COMMON: Config = {
 
 _FAMILY: dict[str, Config] = {
     "qwen3_moe": {
-        "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": 1024, "rope_theta": 1e6, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "intermediate_size": 1024,
+        "rope_theta": 1e6,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": False,
     },
     "mixtral": {"architectures": ["MixtralForCausalLM"], "rope_theta": 1e6, "sliding_window": None},
     "gpt_oss": {
-        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "swiglu_limit": 7.0, "rope_theta": 150000,
-        "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"], "experts_per_token": 2,
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "experts_per_token": 2,
         "initial_context_length": 1024,
         "rope_scaling": {
-            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
             "original_max_position_embeddings": 1024,
         },
     },
     "deepseek_v3": {
-        "architectures": ["DeepseekV3ForCausalLM"], "intermediate_size": INTERMEDIATE, "num_key_value_heads": HEADS,
-        "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
-        "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc", "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
-        "rope_theta": 10000.0, "num_nextn_predict_layers": 0, "hidden_act": "silu", "attention_bias": False,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "intermediate_size": INTERMEDIATE,
+        "num_key_value_heads": HEADS,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "rope_theta": 10000.0,
+        "num_nextn_predict_layers": 0,
+        "hidden_act": "silu",
+        "attention_bias": False,
     },
 }
 
@@ -192,8 +227,17 @@ def write_model(folder: Path, name: str, *, experts: int = 8) -> Path:
         section[ignored] = _unquantized(writer.tensors)
 
     make_checkpoint(
-        folder, model.family, model.format, layers=LAYERS, experts=experts, hidden=HIDDEN, intermediate=INTERMEDIATE,
-        seed=7, edit=edit, side_files=False, **model.options,
+        folder,
+        model.family,
+        model.format,
+        layers=LAYERS,
+        experts=experts,
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+        seed=7,
+        edit=edit,
+        side_files=False,
+        **model.options,
     )
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     return folder

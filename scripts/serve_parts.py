@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ for name, value in {
     os.environ.setdefault(name, value)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import serve_layers
-import torch
-from serve_models import MODELS, write_model
+import torch  # noqa: E402 - the environment comes first
+from scripts import serve_layers  # noqa: E402
+from scripts.serve_models import MODELS, write_model  # noqa: E402
 
 Result = dict[str, Any]
 PROMPT = [5, 17, 99, 1000, 7, 3]
@@ -43,7 +44,9 @@ def prepare(work: Path, *names: str) -> Result:
         for experts in (8, 10):
             source = write_model(work / f"{name}-e{experts}", name, experts=experts)
             out = work / f"{name}-e{experts}.out"
-            options = ConvertOptions(source=source, out=out, target=Target(90, (cuda[0], cuda[1])), workers=4, overwrite=True)
+            options = ConvertOptions(
+                source=source, out=out, target=Target(90, (cuda[0], cuda[1])), workers=4, overwrite=True
+            )
             started = time.perf_counter()
             report = convert_checkpoint(options)
             done[out.name] = {"layers": report.layers, "seconds": round(time.perf_counter() - started, 2)}
@@ -69,8 +72,15 @@ def spy() -> Counter[str]:
 
         setattr(holder, name, counted)
 
-    for name in ("pack_weight", "unpack_weight", "repack_weight", "convert_weight", "dequant_weight", "quant_weight",
-                 "process_mxfp4_w4a8_weight"):
+    for name in (
+        "pack_weight",
+        "unpack_weight",
+        "repack_weight",
+        "convert_weight",
+        "dequant_weight",
+        "quant_weight",
+        "process_mxfp4_w4a8_weight",
+    ):
         if hasattr(humming.ops, name):
             count(humming.ops, name)
     count(humming.transform, "prepare_and_transform_humming_tensors")
@@ -89,8 +99,15 @@ def engine(model: Path, **options: Any) -> Any:  # noqa: ANN401 - vLLM's LLM
     from vllm import LLM
 
     return LLM(
-        model=str(model), skip_tokenizer_init=True, enforce_eager=True, attention_backend="TRITON_ATTN", max_model_len=256,
-        max_num_seqs=4, gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 28, **options,
+        model=str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        attention_backend="TRITON_ATTN",
+        max_model_len=256,
+        max_num_seqs=4,
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=1 << 28,
+        **options,
     )
 
 
@@ -124,7 +141,7 @@ def parameters(model: torch.nn.Module) -> dict[str, list[Any]]:
 
 
 def serve(work: Path, name: str, kind: str) -> Result:
-    """One model, `stock` (the source, converted by vLLM) or `ours`: parameters, tokens, calls of converting functions."""
+    """One model, `stock` (the source, converted by vLLM) or `ours`: parameters, tokens, calls that convert."""
     os.environ.update(MODELS[name].environment)
     calls = spy()
     source = work / f"{name}-e8"
@@ -142,7 +159,9 @@ def serve(work: Path, name: str, kind: str) -> Result:
 
 def _methods(model: torch.nn.Module) -> Counter[str]:
     return Counter(
-        type(module.quant_method).__name__ for module in model.modules() if getattr(module, "quant_method", None) is not None
+        type(module.quant_method).__name__
+        for module in model.modules()
+        if getattr(module, "quant_method", None) is not None
     )
 
 
@@ -154,7 +173,7 @@ def extras(work: Path) -> Result:
     try:
         llm.collective_rpc("reload_weights")
         result["reload"] = "not refused"
-    except Exception as error:  # noqa: BLE001 - the message is what is looked for
+    except Exception as error:
         result["reload"] = _chain(error)
     result["ok"] = "a reload of weights" in result["reload"]
     return result
@@ -181,17 +200,26 @@ def refusals(work: Path) -> Result:
 
     humming.ops.humming_gemm = counted
     flags = (
-        "use_packed_k_layout", "use_fused_e8m0_scale", "use_int_weight_scale", "use_raw_weight", "use_flat_weight",
-        "use_ldmatrix_dequant", "use_native_dequant", "use_block_scaled_mma", "should_apply_bs_on_c",
+        "use_packed_k_layout",
+        "use_fused_e8m0_scale",
+        "use_int_weight_scale",
+        "use_raw_weight",
+        "use_flat_weight",
+        "use_ldmatrix_dequant",
+        "use_native_dequant",
+        "use_block_scaled_mma",
+        "should_apply_bs_on_c",
     )
     cases: dict[str, Callable[[dict[str, Any], Path], None]] = {
         "other SM": lambda document, _: document["target"].update(sm=100),
         "other version": lambda document, _: document.update(humming_version="0.1.3"),
-        "truncated file": lambda _, folder: _experts_file(folder, lambda path: os.truncate(path, path.stat().st_size - 7)),
+        "truncated file": lambda _, folder: _experts_file(
+            folder, lambda path: os.truncate(path, path.stat().st_size - 7)
+        ),
         "flipped byte": lambda _, folder: _experts_file(folder, _flip),
     }
     for flag in flags:
-        cases[f"flag {flag}"] = lambda document, _, flag=flag: _toggle(document, flag)
+        cases[f"flag {flag}"] = partial(_toggle, flag)
     source = work / "qwen3-fp8-block-e8.out"
     messages, ok = {}, True
     for case, edit in {"untouched": lambda *_: None, **cases}.items():
@@ -205,13 +233,13 @@ def refusals(work: Path) -> Result:
         try:
             serve_layers.build(folder)
             messages[case] = "loaded"
-        except Exception as error:  # noqa: BLE001 - the message is what is looked for
+        except Exception as error:
             messages[case] = f"{type(error).__name__}: {error}"
         ok &= (messages[case] == "loaded") == (case == "untouched")
     return {"ok": ok and not launched, "messages": messages, "kernels": dict(launched)}
 
 
-def _toggle(document: dict[str, Any], flag: str) -> None:
+def _toggle(flag: str, document: dict[str, Any], _: Path) -> None:
     for layer in document["layers"].values():
         values = layer["sublayers"]["w13"]["fingerprint"]["flags"]
         values[flag] = not values[flag]

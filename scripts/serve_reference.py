@@ -45,7 +45,10 @@ def _weight(group: Tensors) -> torch.Tensor:
         return group["weight"].float() * scale
     if "qweight" in group:
         inverse = torch.tensor(_AWQ).argsort()
-        codes, zeros = (_words(group[name]).unflatten(-1, (-1, 8))[..., inverse].flatten(-2) for name in ("qweight", "qzeros"))
+        codes, zeros = (
+            _words(group[name]).view(len(group[name]), -1, 8)[..., inverse].flatten(-2)
+            for name in ("qweight", "qzeros")
+        )
         repeat = codes.shape[0] // zeros.shape[0]
         values = (codes - zeros.repeat_interleave(repeat, 0)) * group["scales"].float().repeat_interleave(repeat, 0)
         return values.T.contiguous()
@@ -55,7 +58,7 @@ def _weight(group: Tensors) -> torch.Tensor:
         return values * scale.repeat_interleave(16, 1)
     codes = _words(group["weight_packed"]) - 8
     repeat = codes.shape[1] // group["weight_scale"].shape[1]
-    return codes * group["weight_scale"].float().repeat_interleave(repeat, 1)
+    return codes.float() * group["weight_scale"].float().repeat_interleave(repeat, 1)
 
 
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -86,7 +89,7 @@ class Reference:
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """`[B, H]` float32 from hidden states `[B, H]`, routing weights and expert ids `[B, top_k]`."""
         out = torch.zeros_like(x, dtype=torch.float32)
-        for expert in ids.unique().tolist():
+        for expert in sorted(set(ids.flatten().tolist())):
             token, slot = (ids == expert).nonzero(as_tuple=True)
             hidden = x[token].float() @ self.w13[expert].T
             if self.bias13 is not None:

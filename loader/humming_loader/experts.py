@@ -59,7 +59,11 @@ class PrepackedHummingMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.experts_cls = select_experts(self.layer_name, self.entry, self.moe)
 
     def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any  # noqa: ANN401
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: Any,  # noqa: ANN401
     ) -> tuple[int, int]:
         """The hidden size as packed and the rank's part of the intermediate size. Raises ServingError."""
         hidden, _ = super().maybe_roundup_sizes(
@@ -178,7 +182,8 @@ def check_layer(layer_name: str, entry: LayerEntry, manifest: Manifest, moe: Any
         "bias": (entry.has_bias, moe.has_bias),
         "gated": (entry.is_gated, moe.activation.is_gated),
         "interleaved gate and up": (
-            entry.gate_up == "interleaved", moe.activation == vllm_compat.MoEActivation.SWIGLUOAI
+            entry.gate_up == "interleaved",
+            moe.activation == vllm_compat.MoEActivation.SWIGLUOAI,
         ),
     }
     for what, (packed, found) in wanted.items():
@@ -189,7 +194,9 @@ def check_layer(layer_name: str, entry: LayerEntry, manifest: Manifest, moe: Any
 def check_device(layer_name: str, entry: LayerEntry, manifest: Manifest) -> None:
     """Raises HostMismatchError when this GPU and its Humming lay weights out otherwise."""
     if not vllm_compat.current_platform.is_cuda():
-        raise ServingError(layer_name, "a CUDA device, for Humming's kernels", str(vllm_compat.current_platform.device_name))
+        raise ServingError(
+            layer_name, "a CUDA device, for Humming's kernels", str(vllm_compat.current_platform.device_name)
+        )
     host = humming_host.probe_host(torch.device("cuda", torch.cuda.current_device()))
     check_host(manifest, host)
     for name, sublayer in entry.sublayers.items():

@@ -43,10 +43,8 @@ def check_host(manifest: Manifest, host: Host) -> None:
         raise HostMismatchError("converted checkpoint", tuple(problems), mend(manifest, host))
 
 
-def check_flags(
-    where: str, manifest: Manifest, entry: SublayerEntry, actual: Mapping[str, bool], host: Host
-) -> None:
-    """Raises HostMismatchError naming each layout flag of `entry` that this host resolves otherwise, with both values."""
+def check_flags(where: str, manifest: Manifest, entry: SublayerEntry, actual: Mapping[str, bool], host: Host) -> None:
+    """Raises HostMismatchError naming each layout flag that this host resolves otherwise, with both values."""
     resolved = Fingerprint({name: actual[name] for name in FLAGS}, entry.fingerprint.probe)
     problems = tuple(
         f"layout flag {found.name} is {found.expected} in the checkpoint and {found.actual} on this host"

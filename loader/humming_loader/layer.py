@@ -79,9 +79,7 @@ def load_layer(
         )
         for name, sublayer in part.sublayers.items()
     }
-    return HummingExpertsTensors(
-        layer_name, built["w13"], built["w2"], part, layer.activation_function, layer.gate_up
-    )
+    return HummingExpertsTensors(layer_name, built["w13"], built["w2"], part, layer.activation_function, layer.gate_up)
 
 
 def moves_of(part: LayerSlice, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Move]:

@@ -100,7 +100,9 @@ def facts_of(entry: SublayerEntry) -> Facts:
     n, k = int(config["shape_n"]), int(config["shape_k"])
     logical = (n - config["pad_shape_n"], k - config["pad_shape_k"])
     if logical != (entry.shape_n, entry.shape_k):
-        raise ManifestError("layer_config", f"a shape of {entry.shape_n} x {entry.shape_k}", f"{logical[0]} x {logical[1]}")
+        raise ManifestError(
+            "layer_config", f"a shape of {entry.shape_n} x {entry.shape_k}", f"{logical[0]} x {logical[1]}"
+        )
     return Facts(
         config=config,
         flags=entry.fingerprint.flags,
@@ -141,7 +143,7 @@ def _n_tile(key: str, facts: Facts) -> int:
 
 
 def k_axis(key: str, tensor: TensorEntry, facts: Facts) -> Axis | None:
-    """How `tensor` lies along K; None when it has no K axis, and every rank needs the whole of it. Raises ManifestError."""
+    """How `tensor` lies along K; None when it has no K axis: every rank needs the whole of it. Raises ManifestError."""
     nbytes = _expert_bytes(tensor)
     if key == "weight":
         if facts.flags["use_flat_weight"]:

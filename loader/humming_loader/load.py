@@ -163,7 +163,7 @@ def _stream(local: threading.local, device: torch.device) -> torch.cuda.Stream:
     streams: dict[torch.device, torch.cuda.Stream] = getattr(local, "streams", {})
     local.streams = streams
     if device not in streams:
-        streams[device] = torch.cuda.Stream(device)
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return streams[device]
 
 
@@ -183,18 +183,18 @@ def _read(files: Mapping[str, ExpertsFile], piece: _Piece, out: Bytes) -> None:
         out.fill(0)
         return
     if not part.has_experts:
-        file.read_into(part.entry.name, memoryview(out), piece.begin)
+        file.read_into(part.entry.name, out.data, piece.begin)
         return
     experts = [piece.move.experts[slot] for slot in piece.slots]
     if piece.end:
         start = experts[0] * part.source_bytes + piece.begin
-        file.read_into(part.entry.name, memoryview(out), start)
+        file.read_into(part.entry.name, out.data, start)
         return
     for first, count in _runs(experts):
         rows = out[first * part.target_bytes : (first + count) * part.target_bytes]
         start = experts[first] * part.source_bytes
         if part.is_whole:
-            file.read_into(part.entry.name, memoryview(rows), start)
+            file.read_into(part.entry.name, rows.data, start)
             continue
         for index in range(count):
             row = rows[index * part.target_bytes : (index + 1) * part.target_bytes]
@@ -223,14 +223,14 @@ def _read_part(file: ExpertsFile, part: TensorSlice, start: int, out: Bytes) -> 
             for segment in part.segments:
                 place = rows[number, segment.target * tile : (segment.target + segment.count) * tile]
                 begin = start + number * stride + segment.source * tile
-                file.read_into(part.entry.name, memoryview(place), begin)
+                file.read_into(part.entry.name, place.data, begin)
         return
     step = max(1, BUFFER_BYTES // stride)
     scratch = np.empty(min(step, part.rows) * stride, dtype=np.uint8)
     for first in range(0, part.rows, step):
         count = min(step, part.rows - first)
         view = scratch[: count * stride]
-        file.read_into(part.entry.name, memoryview(view), start + first * stride)
+        file.read_into(part.entry.name, view.data, start + first * stride)
         _pick(view.reshape(count, stride), rows[first : first + count], part)
 
 

@@ -65,9 +65,6 @@ def _core(layer_name: str) -> tuple[str, ...]:
 class PrepackedMixin:
     """What differs from the original configuration. Always stands before its class in a `prepacked_class`."""
 
-    # One layout for every generated class: an instance changes its class once the model is known.
-    __slots__ = ()
-
     humming_prepacked: Prepacked
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:  # noqa: ANN401 - a vLLM method
@@ -87,7 +84,10 @@ class PrepackedMixin:
         super().apply_vllm_mapper(hf_to_vllm_mapper)  # type: ignore[misc]
 
     def maybe_update_config(
-        self, model_name: str, hf_config: Any = None, revision: str | None = None  # noqa: ANN401 - vLLM's signature
+        self,
+        model_name: str,
+        hf_config: Any = None,  # noqa: ANN401 - a transformers config
+        revision: str | None = None,
     ) -> None:
         """Learn where the checkpoint is and which model it is; become the class that the original then has."""
         warning = vllm_compat.check_version()
@@ -118,7 +118,7 @@ def prepacked_class(original: type[Any]) -> type[Any]:
 
 
 def _rebuild(original: type[Any], state: dict[str, Any]) -> Any:  # noqa: ANN401 - an instance of a generated class
-    config = object.__new__(prepacked_class(original))
+    config = object.__new__(prepacked_class(original))  # type: ignore[arg-type]
     config.__dict__.update(state)
     return config
 
@@ -184,7 +184,10 @@ class HummingPrepackedConfig(UnquantizedSource):
 
     @classmethod
     def override_quantization_method(
-        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None  # noqa: ANN401 - vLLM's signature
+        cls,
+        hf_quant_cfg: object,
+        user_quant: str | None,
+        hf_config: object = None,
     ) -> str | None:
         """Claim our checkpoints, and only them, whatever --quantization says."""
         is_ours = isinstance(hf_quant_cfg, dict) and hf_quant_cfg.get("quant_method") == METHOD

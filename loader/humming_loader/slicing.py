@@ -1,8 +1,8 @@
 """What one rank needs of a packed layer: shapes and byte ranges, or the reason why it cannot be cut so.
 
-Integers only. Tensor parallelism cuts the intermediate size I: w13 along N (gate and up rows each, or both at once where
-they alternate), w2 along K. I is cut in whole units, the least size that every tensor of the layer can be cut at; the
-rank's part is made up to vLLM's padding with tiles of zeros. Expert parallelism selects experts on axis 0.
+Integers only. Tensor parallelism cuts the intermediate size I: w13 along N (gate and up rows each, or both at once
+where they alternate), w2 along K. I is cut in whole units, the least size that every tensor of the layer can be cut
+at; the rank's part is made up to vLLM's padding with tiles of zeros. Expert parallelism selects experts on axis 0.
 """
 
 from __future__ import annotations
@@ -168,11 +168,11 @@ def _refusal(layer: LayerEntry, tp_size: int) -> str:
     if size % tp_size:
         return f"vLLM needs a size that divides the intermediate size {size}"
     if layer.is_gated and layer.gate_up == "split" and size % _n_unit(layer):
-        return f"gate and up rows meet at {size}, which is not a multiple of {_n_unit(layer)} where the packed rows can be cut"
+        return f"gate and up rows meet at {size}, not a multiple of {_n_unit(layer)} where packed rows can be cut"
     if all(facts_of(entry).can_pad for entry in layer.sublayers.values()):
         return ""
     if size % (unit * tp_size) or (_stacks(layer) * size // tp_size) % PAD_N or (size // tp_size) % PAD_K:
-        return f"a rank's part of {size} must be a multiple of {math.lcm(unit, PAD_K)}, because this layout cannot be padded"
+        return f"a rank's part of {size} must be a multiple of {math.lcm(unit, PAD_K)}: this layout cannot be padded"
     return ""
 
 
@@ -218,9 +218,11 @@ def _slice_w2(entry: SublayerEntry, facts: Facts, part: range, size: int, *, is_
 def _cut(
     tensor: TensorEntry, axis: Axis, stacks: Sequence[tuple[range, int]], padded: int, shape: tuple[int, ...]
 ) -> TensorSlice:
-    """Move each range of values to its place in a row of `padded` values; the last tile of a range may be part empty."""
+    """Move each range of values to its place in a row of `padded` values; its last tile may be part empty."""
     segments = tuple(
-        Segment(values.start // axis.tile, target // axis.tile, -(-values.stop // axis.tile) - values.start // axis.tile)
+        Segment(
+            values.start // axis.tile, target // axis.tile, -(-values.stop // axis.tile) - values.start // axis.tile
+        )
         for values, target in stacks
         if values
     )

@@ -45,8 +45,23 @@ _NAMES: Mapping[str, str] = {
 
 # The order in which ModelConfig asks the built-in methods whether a checkpoint is theirs; it has no name to import.
 _OVERRIDES = (
-    "auto_gptq", "gptq", "gptq_marlin", "auto_awq", "awq", "awq_marlin", "inc", "moe_wna16", "modelopt", "modelopt_fp4",
-    "modelopt_mxfp8", "mxfp8", "modelopt_mixed", "mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8", "humming",
+    "auto_gptq",
+    "gptq",
+    "gptq_marlin",
+    "auto_awq",
+    "awq",
+    "awq_marlin",
+    "inc",
+    "moe_wna16",
+    "modelopt",
+    "modelopt_fp4",
+    "modelopt_mxfp8",
+    "mxfp8",
+    "modelopt_mixed",
+    "mxfp4",
+    "gpt_oss_mxfp4",
+    "deepseek_v4_fp8",
+    "humming",
 )
 
 
@@ -82,7 +97,9 @@ def check_version() -> str | None:
     version = str(_find("__version__"))
     missing = missing_names()
     if missing:
-        raise ServingError("vLLM", f"a version like {' or '.join(TESTED)}.x", f"{version}, without {', '.join(missing)}")
+        raise ServingError(
+            "vLLM", f"a version like {' or '.join(TESTED)}.x", f"{version}, without {', '.join(missing)}"
+        )
     if version.startswith(tuple(f"{tested}." for tested in TESTED)):
         return None
     return f"humming_prepacked was tested with vLLM {', '.join(TESTED)}.x, this is {version}: trying"

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support.checkpoints import RawTensor, Tensors, make_checkpoint
 
 from humming_convert.options import ConvertOptions
 from humming_convert.pipeline import convert_checkpoint
 from humming_convert.target import Target
 from humming_loader.checkpoint import read_manifest
-from humming_loader.errors import LoaderError
 from humming_loader.layer import moves_of
 from humming_loader.load import empty_target, fill
-from humming_loader.slicing import LayerSlice, slice_layer, valid_tp_sizes
-from tests.support.checkpoints import RawTensor, Tensors, make_checkpoint
+from humming_loader.slicing import LayerSlice, slice_layer
 
 Loaded = dict[str, torch.Tensor]
 
@@ -96,13 +96,14 @@ def assert_same(found: Loaded, expected: Loaded) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(("format", "family", "options"), CASES)
 def test_tensor_parallel_parts_are_conversions_of_parts(
-    tmp_path: Path, format: str, family: str, options: dict[str, int], tp: int
+    tmp_path: Path, format: str, family: str, options: dict[str, Any], tp: int
 ) -> None:
-    sizes = {"layers": 1, "experts": 3, "hidden": 256, "intermediate": 128 * tp}
+    sizes: dict[str, Any] = {"layers": 1, "experts": 3, "hidden": 256, "intermediate": 128 * tp}
     whole = convert(make_checkpoint(tmp_path / "src", family, format, **sizes, **options), tmp_path / "out")
     manifest = read_manifest(whole)
-    (name, layer), = manifest.layers.items()
+    ((name, layer),) = manifest.layers.items()
     for rank in (0, tp - 1):
+
         def edit(tensors: Tensors, config: dict[str, object], rank: int = rank) -> None:
             keep_rank(format, rank, tp, tensors)
             for field in ("moe_intermediate_size", "intermediate_size"):

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 
-def parallel_config(
-    *, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), batched: bool = False
-) -> Any:  # noqa: ANN401 - vLLM's FusedMoEParallelConfig
+def parallel_config(*, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), batched: bool = False) -> Any:  # noqa: ANN401 - vLLM's FusedMoEParallelConfig
     """vLLM's parallel configuration of one rank; `tp` and `ep` are (rank, size). `batched`: as DeepEP's low latency."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
@@ -81,6 +79,4 @@ def routed_experts(
         **config,
     )
     with torch.device(device):
-        return (routed_experts_cls or RoutedExperts)(
-            layer_name, dtype, moe, quant_config, expert_map_manager=manager
-        )
+        return (routed_experts_cls or RoutedExperts)(layer_name, dtype, moe, quant_config, expert_map_manager=manager)
