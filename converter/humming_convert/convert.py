@@ -37,6 +37,7 @@ class Setting:
     param_dtype: str
     device: str
     pool: ThreadPoolExecutor
+    finisher: ThreadPoolExecutor
     workers: int
 
 

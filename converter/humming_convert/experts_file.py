@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,10 +33,11 @@ def file_name(number: int, count: int) -> str:
 
 def write_layer(
     layer: LayerPlan, gatherer: Gatherer, setting: Setting, path: Path, name: str, progress: ByteProgress
-) -> LayerEntry:
-    """Convert `layer` into the file `path`, called `name` in the manifest; the layer's entry.
+) -> Future[LayerEntry]:
+    """Convert `layer` into the file `path`, called `name` in the manifest; the layer's entry once it is on the disk.
 
-    Raises CheckpointError, UnsupportedError or OutputError; then there is no file.
+    Flushing and renaming happen in the setting's `finisher`, while the next layer converts. Raises CheckpointError,
+    UnsupportedError or OutputError, also through the result; then there is no file.
     """
     runs = [begin_sublayer(sublayer, layer, gatherer, setting) for sublayer in layer.sublayers]
     entry = _entry(layer, runs, setting, name)
@@ -45,11 +47,20 @@ def write_layer(
         for tensor in sublayer.tensors.values()
     ]
     reserve = metadata_size(layer_metadata({layer.layer_name: entry}, __version__))
-    with ExpertsFileWriter(path, specs, reserve) as writer:
+    writer = ExpertsFileWriter(path, specs, reserve)
+    try:
         for run in runs:
             _write_sublayer(layer, run, writer, progress)
+    except BaseException:
+        writer.abort()
+        raise
+    return setting.finisher.submit(_finish, writer, layer.layer_name, entry)
+
+
+def _finish(writer: ExpertsFileWriter, layer_name: str, entry: LayerEntry) -> LayerEntry:
+    with writer:
         whole = _with_digests(entry, writer.digests())
-        writer.finish(layer_metadata({layer.layer_name: whole}, __version__))
+        writer.finish(layer_metadata({layer_name: whole}, __version__))
     return whole
 
 

@@ -6,7 +6,6 @@ checks scales; it never decides a layout and never names an output.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import torch
 from humming_convert import steps
 from humming_convert.checks import check_scale
 from humming_convert.errors import CheckpointError, Problem
-from humming_convert.plan import Part, StackedTensor
+from humming_convert.plan import StackedTensor
 from humming_convert.source import Checkpoint, Payload, TensorHeader
 from humming_loader.dtypes import dtype_info
 
@@ -49,62 +48,64 @@ class Gatherer:
         """
         chosen = range(tensor.shape[0]) if experts is None else experts
         out = torch.empty((len(chosen), *tensor.shape[1:]), dtype=torch_dtype(tensor.dtype, tensor.name))
-        problems: list[Problem] = []
+        if tensor.check and tensor.steps:
+            self._check_parts(tensor)
         if tensor.parts[0].expert is None:
-            self._fill_fused(tensor, chosen, out, problems)
+            self._fill_fused(tensor, chosen, out)
+        elif self._is_one_run(tensor):
+            self._read_run(tensor, chosen, out)
         else:
-            self._fill_per_expert(tensor, chosen, out, problems)
-        if problems:
-            raise CheckpointError(problems)
+            self._fill_per_expert(tensor, chosen, out)
+        if tensor.check and not tensor.steps:
+            problem = check_scale(tensor.name, out, tensor.check)
+            if problem is not None:
+                self._check_parts(tensor)
+                raise CheckpointError([problem])
         return out
 
-    def _fill_per_expert(
-        self, tensor: StackedTensor, experts: range, out: torch.Tensor, problems: list[Problem]
-    ) -> None:
+    def _check_parts(self, tensor: StackedTensor) -> None:
+        """Say of the source's own tensors, as they are stored, what is wrong with their values."""
+        found = (
+            check_scale(part.source, self._read(self.checkpoint.tensors[part.source]), tensor.check)
+            for part in tensor.parts
+        )
+        problems = [problem for problem in found if problem is not None]
+        if problems:
+            raise CheckpointError(problems)
+
+    def _is_one_run(self, tensor: StackedTensor) -> bool:
+        """Whether the parts, one after the other as they are stored, are the stacked tensor's bytes."""
+        same_dtype = all(self.checkpoint.tensors[part.source].dtype == tensor.dtype for part in tensor.parts)
+        return not tensor.steps and tensor.axis == 0 and same_dtype
+
+    def _read_run(self, tensor: StackedTensor, experts: range, out: torch.Tensor) -> None:
+        """Read every part to where it belongs, with no copy on the way."""
+        per_expert = len(tensor.parts) // tensor.shape[0]
+        target = _bytes_of(out)
+        offset = 0
+        for part in tensor.parts[experts.start * per_expert : experts.stop * per_expert]:
+            end = offset + self.checkpoint.tensors[part.source].nbytes
+            self.payload.read_into(part.source, target[offset:end])
+            offset = end
+        if offset != target.nbytes:
+            raise ValueError(f"{tensor.name}: parts of {offset} bytes for {target.nbytes}")
+
+    def _fill_per_expert(self, tensor: StackedTensor, experts: range, out: torch.Tensor) -> None:
         per_expert = len(tensor.parts) // tensor.shape[0]
         for row, expert in enumerate(experts):
-            offset = 0
-            for part in tensor.parts[expert * per_expert : (expert + 1) * per_expert]:
-                offset += self._place(tensor, part, out[row], offset, problems)
+            parts = tensor.parts[expert * per_expert : (expert + 1) * per_expert]
+            values = [self._through_steps(tensor, self._read(self.checkpoint.tensors[part.source])) for part in parts]
+            _place(values, out[row], tensor.axis)
 
-    def _place(
-        self, tensor: StackedTensor, part: Part, out: torch.Tensor, offset: int, problems: list[Problem]
-    ) -> int:
-        """Put one part at `offset` along the stacking axis of `out`; the extent that it takes there."""
-        header = self.checkpoint.tensors[part.source]
-        if (
-            not tensor.steps
-            and not tensor.check
-            and tensor.axis == 0
-            and out.ndim
-            and header.dtype == tensor.dtype
-        ):
-            # The destination is one run of bytes: read into it, with no copy on the way.
-            extent = math.prod(header.shape) // math.prod(tensor.shape[2:])
-            self.payload.read_into(part.source, _bytes_of(out[offset : offset + extent]))
-            return extent
-        value = self._apply(tensor, part, self._read(header), problems)
-        if not out.ndim:
-            out.copy_(value.reshape(()))
-            return 1
-        extent = value.numel() * out.shape[tensor.axis] // out.numel()
-        shape = list(out.shape)
-        shape[tensor.axis] = extent
-        out.narrow(tensor.axis, offset, extent).copy_(value.reshape(shape))
-        return extent
+    def _fill_fused(self, tensor: StackedTensor, experts: range, out: torch.Tensor) -> None:
+        headers = (self.checkpoint.tensors[part.source] for part in tensor.parts)
+        values = [self._through_steps(tensor, self._read(header, experts)) for header in headers]
+        _place(values, out, 1 + tensor.axis)
 
-    def _fill_fused(
-        self, tensor: StackedTensor, experts: range, out: torch.Tensor, problems: list[Problem]
-    ) -> None:
-        offset = 0
-        for part in tensor.parts:
-            header = self.checkpoint.tensors[part.source]
-            value = self._apply(tensor, part, self._read(header, experts), problems)
-            extent = value.numel() * tensor.shape[1 + tensor.axis] // out.numel()
-            shape = list(out.shape)
-            shape[1 + tensor.axis] = extent
-            out.narrow(1 + tensor.axis, offset, extent).copy_(value.reshape(shape))
-            offset += extent
+    def _through_steps(self, tensor: StackedTensor, value: torch.Tensor) -> torch.Tensor:
+        for step in tensor.steps:
+            value = steps.apply(step, value)
+        return value
 
     def _read(self, header: TensorHeader, experts: range | None = None) -> torch.Tensor:
         """The source tensor, or the rows `experts` of one that holds every expert on axis 0."""
@@ -117,16 +118,18 @@ class Gatherer:
         self.payload.read_into(header.name, _bytes_of(value), start)
         return value
 
-    def _apply(
-        self, tensor: StackedTensor, part: Part, value: torch.Tensor, problems: list[Problem]
-    ) -> torch.Tensor:
-        if tensor.check:
-            problem = check_scale(part.source, value, tensor.check)
-            if problem is not None:
-                problems.append(problem)
-        for step in tensor.steps:
-            value = steps.apply(step, value)
-        return value
+
+def _place(values: Sequence[torch.Tensor], out: torch.Tensor, axis: int) -> None:
+    """Lay `values` one after the other along `axis` of `out`; a value may have its other axes in another form."""
+    if not out.ndim:
+        out.copy_(values[0].reshape(()))
+        return
+    offset = 0
+    for value in values:
+        shape = list(out.shape)
+        shape[axis] = value.numel() * out.shape[axis] // out.numel()
+        out.narrow(axis, offset, shape[axis]).copy_(value.reshape(shape))
+        offset += shape[axis]
 
 
 def chunks_of(experts: int, bytes_per_expert: int, chunk_bytes: int) -> Iterable[range]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -39,9 +39,10 @@ def convert_layers(
     """
     check_all_compatible(plan, options)
     gatherer = Gatherer(checkpoint, payload)
-    entries: dict[str, LayerEntry] = {}
+    written: dict[str, Future[LayerEntry]] = {}
     with (
         ThreadPoolExecutor(options.workers, thread_name_prefix="convert") as pool,
+        ThreadPoolExecutor(1, thread_name_prefix="finish") as finisher,
         _one_thread_per_operation(),
         _plan_exempt_from_collection(),
     ):
@@ -51,6 +52,7 @@ def convert_layers(
             param_dtype=plan.param_dtype,
             device=options.device,
             pool=pool,
+            finisher=finisher,
             workers=options.workers,
         )
         for number, layer in enumerate(plan.layers, 1):
@@ -64,10 +66,11 @@ def convert_layers(
                 raise CheckpointError(problems)
             name = experts_file.file_name(number, len(plan.layers))
             path = folder.path(name)
-            entries[layer.layer_name] = experts_file.write_layer(
-                layer, gatherer, setting, path, name, progress
-            )
-    return entries
+            future = experts_file.write_layer(layer, gatherer, setting, path, name, progress)
+            for earlier in written.values():
+                earlier.result()  # at most one file waits for the disk, and its failure ends the run here
+            written[layer.layer_name] = future
+        return {layer_name: future.result() for layer_name, future in written.items()}
 
 
 def check_all_compatible(plan: ConversionPlan, options: ConvertOptions) -> None:

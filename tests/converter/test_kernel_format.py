@@ -1,99 +1,18 @@
-"""The kernel format against recorded GPU results, by slices, for every target, and what it refuses."""
+"""What the kernel format refuses, by name, and that every target converts or says why not."""
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import importlib.metadata
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.sublayers import INT4, raw, sources
+from tests.support.parity import load_cases
+from tests.support.sublayers import INT4, sources
 
 from humming_convert.errors import UnsupportedError
-from humming_convert.kernel_format import PackedSublayer, convert_to_humming_moe_kernel_format
+from humming_convert.kernel_format import convert_to_humming_moe_kernel_format
 from humming_convert.target import SUPPORTED_SMS, Target
 
-PARITY = Path(__file__).parent.parent / "data" / "parity"
-CASES: list[dict[str, Any]] = json.loads(gzip.decompress((PARITY / "cases.json.gz").read_bytes()))
-VERSIONS = ("0.1.19", "0.1.20")
-
-
-def humming_version() -> str:
-    import humming as package
-
-    version = str(package.__version__)
-    return version if version in VERSIONS else importlib.metadata.version("humming-kernels")
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
-def test_equals_what_a_gpu_made(case: dict[str, Any]) -> None:
-    expected = case["expect"]
-    if isinstance(expected, dict):
-        own, other = (
-            expected[humming_version()],
-            [expected[v] for v in VERSIONS if isinstance(expected[v], dict)],
-        )
-        expected = other[0] if own == "same" else own
-    shape = {"n": case["n"], "k": case["k"]}
-    tensors = sources(
-        case["weight"],
-        **shape,
-        experts=case["experts"],
-        seed=case["seed"],
-        dtype=case["dtype"],
-        bias=case["bias"],
-    )
-    before = {name: raw(tensor) for name, tensor in tensors.items()}
-
-    def convert() -> PackedSublayer:
-        return convert_to_humming_moe_kernel_format(
-            tensors,
-            case["weight"],
-            case["input"],
-            shape_n=case["n"],
-            shape_k=case["k"],
-            shape_n_stacks=case["stacks"],
-            num_experts=case["experts"],
-            has_bias=case["bias"],
-            param_dtype=case["dtype"],
-            target=Target(case["sm"], tuple(case["cuda"])),
-        )
-
-    if expected == "incompatible":
-        with pytest.raises(
-            UnsupportedError, match=f"that Humming's kernels take with them on sm{case['sm']}"
-        ):
-            convert()
-        return
-    packed = convert()
-    digests = {
-        name: [
-            str(tensor.dtype).removeprefix("torch."),
-            list(tensor.shape),
-            hashlib.sha256(raw(tensor)).hexdigest()[:24],
-        ]
-        for name, tensor in packed.tensors.items()
-    }
-    assert digests == expected["out"]
-    config = json.loads(packed.config.to_str())
-    assert {name: config[name] for name in expected["config"]} == expected["config"]
-    assert {name: raw(tensor) for name, tensor in tensors.items()} == before
-
-
-def test_every_recorded_case_is_there() -> None:
-    refused = [
-        case
-        for case in CASES
-        if case["expect"] == "incompatible" or "incompatible" in case["expect"].values()
-    ]
-    assert (len(CASES) - len(refused), len(refused)) == (449, 461)
-
-
-# --- refusals and targets
 # -------------------------------------------------------------------------------------------
 
 
@@ -167,13 +86,13 @@ def test_wrong_tensors_are_named() -> None:
         )
 
 
-SCHEMAS: dict[str, dict[str, Any]] = {case["id"].split("/")[0]: case["weight"] for case in CASES}
+SCHEMAS: dict[str, dict[str, Any]] = {case["id"].split("/")[0]: case["weight"] for case in load_cases()}
 SCHEMAS |= {f"int{bits}": {**INT4, "num_bits": bits} for bits in range(2, 9)}
 SCHEMAS |= {
     "g32": {**INT4, "group_size": 32},
     "asym_chan": {**INT4, "strategy": "channel", "group_size": None, "symmetric": False},
 }
-INPUTS: dict[str, dict[str, Any] | None] = {case["id"].split("/")[1]: case["input"] for case in CASES}
+INPUTS: dict[str, dict[str, Any] | None] = {case["id"].split("/")[1]: case["input"] for case in load_cases()}
 
 
 @pytest.mark.parametrize("sm", SUPPORTED_SMS)

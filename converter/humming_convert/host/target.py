@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -62,15 +63,35 @@ def humming() -> SimpleNamespace:
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        modules = {
-            module.replace(".", "_"): importlib.import_module(f"humming.{module}") for module in _MODULES
-        }
+        with _without_importing_dynamo():
+            modules = {module.replace(".", "_"): importlib.import_module(f"humming.{module}") for module in _MODULES}
     finally:
         if before is None:
             del os.environ[name]
         else:
             os.environ[name] = before
     return SimpleNamespace(**modules)
+
+
+@contextlib.contextmanager
+def _without_importing_dynamo() -> Iterator[None]:
+    """Let `torch.compiler.assume_constant_result` mark functions without importing torch's compiler for it.
+
+    Humming uses that decorator once, while it is imported. It does nothing but set this attribute, and importing the
+    compiler to do so takes two seconds of every start.
+    """
+    original = torch.compiler.assume_constant_result
+
+    def mark(function: Foreign) -> Foreign:
+        function._dynamo_marked_constant = True
+        return function
+
+    if "torch._dynamo" not in sys.modules:
+        torch.compiler.assume_constant_result = mark
+    try:
+        yield
+    finally:
+        torch.compiler.assume_constant_result = original
 
 
 @contextlib.contextmanager
