@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.loader.test_slicing import int4_layer
 
 from humming_loader.entries import LayerEntry, Manifest, Passthrough, Producer, Source, TargetEntry
 from humming_loader.errors import HostMismatchError
 from humming_loader.host_layout import Host, check_flags, check_host
-from tests.loader.test_slicing import int4_layer
 
 HOST = Host(90, "0.1.19", (13, 0))
 
@@ -57,9 +57,10 @@ def test_other_version() -> None:
 def test_narrow_activations_need_the_very_version() -> None:
     layer = int4_layer()
     narrow = {
-        name: type(entry)(**{
-            field: getattr(entry, field) for field in entry.__slots__
-        } | {"layer_config": entry.layer_config.replace('"a_dtype": "bfloat16"', '"a_dtype": "float8e4m3"')})
+        name: type(entry)(
+            **{field: getattr(entry, field) for field in entry.__slots__}
+            | {"layer_config": entry.layer_config.replace('"a_dtype": "bfloat16"', '"a_dtype": "float8e4m3"')}
+        )
         for name, entry in layer.sublayers.items()
     }
     changed = LayerEntry(**{field: getattr(layer, field) for field in layer.__slots__} | {"sublayers": narrow})

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.loader.test_slicing import NAME, int4_layer
 
 from humming_loader import load
 from humming_loader.entries import LayerEntry, SublayerEntry, TensorEntry
@@ -17,7 +18,6 @@ from humming_loader.errors import ChecksumError, FileError, TensorError
 from humming_loader.layer import moves_of
 from humming_loader.load import Move, empty_target, fill, wants_verification
 from humming_loader.slicing import LayerSlice, slice_layer
-from tests.loader.test_slicing import NAME, int4_layer
 
 Values = dict[str, np.ndarray]
 
