@@ -25,7 +25,8 @@ for name, value in {
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402 - the environment comes first
-from scripts import serve_layers  # noqa: E402
+
+from scripts import serve_layers, serve_memory  # noqa: E402
 from scripts.serve_models import MODELS, write_model  # noqa: E402
 
 Result = dict[str, Any]
@@ -265,7 +266,7 @@ PARTS: dict[str, Callable[..., Result]] = {
     "classes": serve_layers.classes,
     "expert-ranks": serve_layers.expert_ranks,
     "tensor-ranks": serve_layers.tensor_ranks,
-    "memory": serve_layers.memory,
+    "memory": serve_memory.memory,
     "alone": serve_layers.alone,
 }
 

@@ -14,7 +14,7 @@ from humming_loader.host_layout import Host, check_flags, check_host
 HOST = Host(90, "0.1.19", (13, 0))
 
 
-def manifest(layer: LayerEntry | None = None, **changes: Any) -> Manifest:
+def manifest(layer: LayerEntry | None = None, **changes: Any) -> Manifest:  # noqa: ANN401 - fields of Manifest
     """A manifest for sm90 and humming-kernels 0.1.19 with one layer."""
     values: dict[str, Any] = {
         "format_version": 1,

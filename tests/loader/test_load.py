@@ -117,7 +117,7 @@ def test_checksum_of_a_flipped_byte(tmp_path: Path, stored: tuple[LayerEntry, Va
 def test_truncated_file(tmp_path: Path, stored: tuple[LayerEntry, Values]) -> None:
     path = tmp_path / "humming/a.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(FileError, match="expected .* bytes, found"):
+    with pytest.raises(FileError, match=r"expected .* bytes, found"):
         loaded(tmp_path, slice_layer(NAME, stored[0]))
 
 

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -26,10 +25,10 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def sublayer(
-    name: str, n: int, k: int, tensors: dict[str, tuple[str, tuple[int, ...]]], flags: set[str], **config: Any
+    name: str, n: int, k: int, tensors: dict[str, tuple[str, tuple[int, ...]]], flags: set[str], **config: object
 ) -> SublayerEntry:
     """An entry whose LayerConfig pads N to 256 and K to 128."""
-    values = {
+    values: dict[str, object] = {
         "sm_version": 90,
         "shape_n": round_up(n, 256),
         "shape_k": round_up(k, 128),
@@ -43,7 +42,8 @@ def sublayer(
         "weight_scale_group_size": 128,
         "weight_scale_group_size_n": 0,
         "weight_scale_type": "group",
-    } | config
+    }
+    values |= config
     return SublayerEntry(
         tensors={
             key: TensorEntry("humming/a.safetensors", f"{NAME}.{name}_{key}", dtype, (EXPERTS, *shape), DIGEST)

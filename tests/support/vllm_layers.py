@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from humming_loader.checkpoint import read_manifest
 
 
 def parallel_config(*, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), batched: bool = False) -> Any:  # noqa: ANN401 - vLLM's FusedMoEParallelConfig
@@ -80,3 +84,35 @@ def routed_experts(
     )
     with torch.device(device):
         return (routed_experts_cls or RoutedExperts)(layer_name, dtype, moe, quant_config, expert_map_manager=manager)
+
+
+def model_config(serving: SimpleNamespace, folder: Path, **options: Any) -> Any:  # noqa: ANN401 - vLLM's types
+    """vLLM's ModelConfig of a folder."""
+    return serving.config.ModelConfig(
+        model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, max_model_len=64, **options
+    )
+
+
+def quant_config(serving: SimpleNamespace, folder: Path) -> Any:  # noqa: ANN401 - vLLM's types
+    """The quantization configuration that vLLM makes for a folder, as VllmConfig does."""
+    model = model_config(serving, folder)
+    config = serving.weights.get_quant_config(model, serving.load.LoadConfig())
+    config.maybe_update_config(model.model, hf_config=model.hf_config, revision=model.revision)
+    return config
+
+
+def layer_of(config: Any, folder: Path, **options: Any) -> Any:  # noqa: ANN401 - vLLM's types
+    """The first packed layer as vLLM builds it, on the CPU."""
+    manifest = read_manifest(folder)
+    name, entry = next(iter(manifest.layers.items()))
+    given: dict[str, Any] = {
+        "layer_name": name,
+        "experts": entry.num_experts,
+        "hidden": entry.hidden_size,
+        "intermediate": entry.intermediate_size,
+        "dtype": getattr(torch, manifest.param_dtype),
+        "device": "cpu",
+        "activation": "swigluoai" if entry.gate_up == "interleaved" else "silu",
+        "has_bias": entry.has_bias,
+    }
+    return routed_experts(config, **(given | options))
