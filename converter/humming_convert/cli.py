@@ -119,6 +119,7 @@ def main() -> None:
 @reports_errors
 def convert(source: Path, out: Path, **given: Any) -> None:  # noqa: ANN401 - Click's own values
     """Convert SRC, a .safetensors file or a model folder, into the new folder OUT."""
+    gc.disable()  # until the plan is made; see humming_convert.layers
     from humming_convert.pipeline import convert_checkpoint
     from humming_convert.resolve import resolve_options
 

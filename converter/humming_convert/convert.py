@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,6 +23,8 @@ from humming_convert.target import Target
 from humming_loader.dtypes import tensor_nbytes
 
 Result = TypeVar("Result")
+Packed = dict[str, torch.Tensor]
+Place = Callable[[range, Packed], None]
 
 CPU_CHUNK_BYTES = 8 << 20
 GPU_CHUNK_BYTES = 512 << 20
@@ -51,8 +53,7 @@ class SublayerRun:
     weight: StackedTensor
     gatherer: Gatherer
     setting: Setting
-    slices: Iterator[dict[str, torch.Tensor]] = field(init=False)
-    first: dict[str, torch.Tensor] = field(init=False)
+    first: Packed = field(init=False)
 
     def start(self) -> None:
         """Scan if the format asks for it, then convert the first slice: the final config is known after it."""
@@ -62,13 +63,18 @@ class SublayerRun:
                     break
         if self.converter.whole:
             self.chunks = (range(self.chunks[0].start, self.chunks[-1].stop),)
-        self.slices = _ordered(self.setting, self._convert, self.chunks)
-        self.first = next(self.slices)
+        self.first = self._convert(self.chunks[0])
 
-    def results(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Every slice's tensors in expert order, the first one included."""
-        yield self.first
-        yield from self.slices
+    def results(self, place: Place) -> Iterator[Packed]:
+        """Every slice's tensors in expert order, each after `place(experts, tensors)` was called for it in a thread."""
+        first = self.first
+
+        def convert_and_place(experts: range) -> Packed:
+            packed = first if experts == self.chunks[0] else self._convert(experts)
+            place(experts, packed)
+            return packed
+
+        return _ordered(self.setting, convert_and_place, self.chunks)
 
     def _read(self, experts: range) -> torch.Tensor:
         return self.gatherer.stack(self.weight, experts).to(self.setting.device)
@@ -76,7 +82,7 @@ class SublayerRun:
     def _scan(self, experts: range) -> bool:
         return self.converter.scan(self._read(experts))
 
-    def _convert(self, experts: range) -> dict[str, torch.Tensor]:
+    def _convert(self, experts: range) -> Packed:
         packed = self.converter.convert(self._read(experts), experts.start)
         return {name: value.cpu() for name, value in packed.items()}
 
@@ -86,9 +92,8 @@ def _ordered(
 ) -> Iterator[Result]:
     """Results of `work` in order, at most `workers` + 1 slices ahead of the one that is taken."""
     pending: deque[Future[Result]] = deque()
-    remaining = iter(chunks)
     try:
-        for chunk in remaining:
+        for chunk in chunks:
             pending.append(setting.pool.submit(work, chunk))
             if len(pending) > setting.workers:
                 yield pending.popleft().result()
@@ -97,6 +102,7 @@ def _ordered(
     finally:
         for future in pending:
             future.cancel()
+        wait(pending)
 
 
 def begin_sublayer(plan: SublayerPlan, layer: LayerPlan, gatherer: Gatherer, setting: Setting) -> SublayerRun:

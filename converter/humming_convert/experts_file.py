@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from humming_convert.convert import Setting, SublayerRun, begin_sublayer, final_shapes, source_bytes_of
+from humming_convert.convert import Packed, Setting, SublayerRun, begin_sublayer, final_shapes, source_bytes_of
 from humming_convert.gather import Gatherer
 from humming_convert.layout_probe import fingerprint, layer_config_to_str, probe_digest
 from humming_convert.plan import LayerPlan
@@ -21,7 +21,7 @@ from humming_loader._version import __version__
 from humming_loader.dtypes import code_of_torch_dtype
 from humming_loader.entries import LayerEntry, SublayerEntry, TensorEntry
 from humming_loader.fingerprint import Fingerprint
-from humming_loader.manifest import layer_metadata, stored_name
+from humming_loader.manifest import TENSOR_NAMES, layer_metadata, stored_name
 
 UNKNOWN_DIGEST = "0" * 64
 
@@ -67,16 +67,24 @@ def _finish(writer: ExpertsFileWriter, layer_name: str, entry: LayerEntry) -> La
 def _write_sublayer(
     layer: LayerPlan, run: SublayerRun, writer: ExpertsFileWriter, progress: ByteProgress
 ) -> None:
+    names = {key: stored_name(layer.layer_name, run.plan.name, key) for key in TENSOR_NAMES}
+
+    def place(experts: range, packed: Packed) -> None:
+        # In the thread that converted the slice, while it is still in that processor's cache.
+        for key, value in packed.items():
+            data = as_bytes(value)
+            writer.place(names[key], experts.start * (data.nbytes // len(experts)), data)
+
     share = source_bytes_of(run.plan, run.gatherer.checkpoint.tensors)
     done = 0
-    for number, packed in enumerate(run.results(), 1):
+    for number, packed in enumerate(run.results(place), 1):
         for key, value in packed.items():
-            writer.write(stored_name(layer.layer_name, run.plan.name, key), as_bytes(value))
+            writer.append_digest(names[key], as_bytes(value))
         reached = share * number // len(run.chunks)
         progress.advance(reached - done)
         done = reached
     for key, value in run.converter.common().items():
-        writer.write(stored_name(layer.layer_name, run.plan.name, key), as_bytes(value.cpu()))
+        writer.write(names[key], as_bytes(value.cpu()))
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -124,9 +124,7 @@ class SublayerConverter:
         self._small = checked_small(small, attrs, self._weight_key, self._facts)
         meta = torch.empty(self._weight_attr["shape"], dtype=self._weight_attr["dtype"], device="meta")
         with self._humming():
-            self._schema, self._tensors = self._convert_source(
-                {**self._small, self._weight_key: meta}, num_experts
-            )
+            self._schema, self._tensors = self._convert_source({**self._small, self._weight_key: meta}, num_experts)
             self._source_input_final, self._inputs = self._source_input.convert_humming(
                 tensors=dict(small),
                 shape_n_stacks=self._stacks,
@@ -170,11 +168,7 @@ class SublayerConverter:
             raise ValueError(
                 f"expected a scan of all {self.num_experts} experts before converting, found {self._scanned}"
             )
-        if (
-            first_expert < 0
-            or first_expert + count > self.num_experts
-            or (self.whole and count != self.num_experts)
-        ):
+        if first_expert < 0 or first_expert + count > self.num_experts or (self.whole and count != self.num_experts):
             raise ValueError(
                 f"expected {'all' if self.whole else 'some'} of {self.num_experts} experts, "
                 f"found {first_expert} to {first_expert + count - 1}"
@@ -237,10 +231,11 @@ class SublayerConverter:
         """What stands for the small tensors when only the weight is converted: their shapes, if those will
         do.
 
-        Scales of one value per projection are always looked at, and cost nothing.
+        Scales of one value per projection, and zero points, are always looked at, and cost little.
         """
         outlines = {
-            name: tensor if tensor.ndim < 3 else tensor.to("meta") for name, tensor in self._small.items()
+            name: tensor.to("meta") if tensor.ndim == 3 and tensor.dtype != torch.int32 else tensor
+            for name, tensor in self._small.items()
         }
         try:
             self._convert_source({**outlines, self._weight_key: weight}, self.num_experts)

@@ -102,9 +102,12 @@ def _one_thread_per_operation() -> Iterator[None]:
 @contextmanager
 def _plan_exempt_from_collection() -> Iterator[None]:
     """A plan is hundreds of thousands of objects that live as long as the run: not worth walking over and over."""
-    gc.collect()
+    was_enabled = gc.isenabled()
     gc.freeze()
+    gc.enable()
     try:
         yield
     finally:
         gc.unfreeze()
+        if not was_enabled:
+            gc.disable()

@@ -82,7 +82,7 @@ class ExpertsFileWriter:
         self._offsets = offsets_of(self._ordered)
         header = 8 + len(header_bytes(self._ordered, {})) + metadata_reserve
         self._payload = -(-header // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
-        self._written = dict.fromkeys(names, 0)
+        self._hashed = dict.fromkeys(names, 0)
         self._digests = {name: hashlib.sha256() for name in names}
         self._file = TempFile(path)
         self._hash = BackgroundHash()
@@ -94,10 +94,31 @@ class ExpertsFileWriter:
         return self._payload + sum(spec.nbytes for spec in self._ordered)
 
     def write(self, name: str, data: memoryview | bytes | bytearray) -> None:
-        """Append the next bytes of tensor `name`. The buffer must not change until `finish` has returned.
+        """Append the next bytes of tensor `name`: `place` and `append_digest` in one.
 
         Raises OutputError for an unknown name, for more bytes than the tensor has, and when the disk fails.
         """
+        self.place(name, self._hashed.get(name, 0), data)
+        self.append_digest(name, data)
+
+    def place(self, name: str, start: int, data: memoryview | bytes | bytearray) -> None:
+        """Put bytes of tensor `name` at its byte `start`; several threads may place different pieces at once.
+
+        Raises OutputError for an unknown name, for a piece that is not inside the tensor, and when the disk fails.
+        """
+        view = self._piece(name, start, data)
+        self._file.write_at(view, self._payload + self._offsets[name][0] + start)
+
+    def append_digest(self, name: str, data: memoryview | bytes | bytearray) -> None:
+        """Hash the next bytes of tensor `name`, in order, after they were placed.
+
+        The buffer must not change until `digests` has returned. Raises OutputError for more bytes than the tensor has.
+        """
+        view = self._piece(name, self._hashed.get(name, 0), data)
+        self._hash.update(self._digests[name], view)
+        self._hashed[name] += view.nbytes
+
+    def _piece(self, name: str, start: int, data: memoryview | bytes | bytearray) -> memoryview:
         self._require_open()
         if name not in self._offsets:
             raise OutputError(f"{self.path}: tensor {name!r} is not one of the file's")
@@ -105,22 +126,19 @@ class ExpertsFileWriter:
         # A view with a zero in its shape cannot be cast.
         view = view.cast("B") if view.nbytes else memoryview(b"")
         begin, end = self._offsets[name]
-        position = begin + self._written[name]
-        if position + view.nbytes > end:
+        if start < 0 or begin + start + view.nbytes > end:
             raise OutputError(
                 f"{self.path}: tensor {name!r} has {end - begin} bytes, "
-                f"{self._written[name]} were written and {view.nbytes} more came"
+                f"{start} were written and {view.nbytes} more came"
             )
-        self._hash.update(self._digests[name], view)
-        self._file.write_at(view, self._payload + position)
-        self._written[name] += view.nbytes
+        return view
 
     def digests(self) -> dict[str, str]:
         """The sha256 of each tensor by name. Raises OutputError when a tensor is not complete."""
         missing = [
-            f"{spec.name} has {self._written[spec.name]} of {spec.nbytes} bytes"
+            f"{spec.name} has {self._hashed[spec.name]} of {spec.nbytes} bytes"
             for spec in self._ordered
-            if self._written[spec.name] != spec.nbytes
+            if self._hashed[spec.name] != spec.nbytes
         ]
         if missing:
             raise OutputError(f"{self.path}: not complete: {'; '.join(missing)}")

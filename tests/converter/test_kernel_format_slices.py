@@ -91,9 +91,7 @@ def weight_of(tensors: dict[str, torch.Tensor]) -> str:
     return next(name for name in ("weight", "weight_packed", "qweight") if name in tensors)
 
 
-@pytest.mark.parametrize(
-    ("name", "schema", "activation", "sm", "change"), SLICED, ids=[row[0] for row in SLICED]
-)
+@pytest.mark.parametrize(("name", "schema", "activation", "sm", "change"), SLICED, ids=[row[0] for row in SLICED])
 @pytest.mark.parametrize("n", [N, N + 128])
 def test_slices_equal_the_whole(
     name: str, schema: dict[str, Any], activation: dict[str, Any] | None, sm: int, change: Change, n: int
@@ -154,9 +152,7 @@ def plain_humming(
             "num_experts": num_experts,
         }
         source = {name: tensor.clone() for name, tensor in tensors.items()}
-        final, converted = modules.schema.BaseWeightSchema.from_config(schema).convert_humming(
-            source, **common
-        )
+        final, converted = modules.schema.BaseWeightSchema.from_config(schema).convert_humming(source, **common)
         input_final, _ = source_input.convert_humming(source, **common)
         assert input_final.is_compatible_with(final, dtype)
         config, packed = modules.transform.prepare_and_transform_humming_tensors(

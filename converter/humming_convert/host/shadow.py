@@ -72,12 +72,7 @@ def _fold_scale(original: Function) -> Function:
 def _pad_tensors(original: Function) -> Function:
     def check_and_pad_tensors(config: Foreign, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weight = tensors["weight"]
-        if (
-            config.pad_shape_n
-            or config.pad_shape_k
-            or config.use_fused_e8m0_scale
-            or weight.device.type != "cpu"
-        ):
+        if config.pad_shape_n or config.pad_shape_k or config.use_fused_e8m0_scale or weight.device.type != "cpu":
             return dict(original(config, tensors))
         # Padding by nothing copies; only the weight's shape and dtype are looked at. (The fused case needs
         # the copy: it is changed in place.)
@@ -87,16 +82,32 @@ def _pad_tensors(original: Function) -> Function:
 
 
 def _awq_convert(original: Function) -> Function:
-    def _convert_humming(
-        self: Foreign, tensors: dict[str, torch.Tensor], *args: Foreign, **kwargs: Foreign
-    ) -> Foreign:
+    def _convert_humming(self: Foreign, tensors: dict[str, torch.Tensor], *args: Foreign, **kwargs: Foreign) -> Foreign:
         qweight = tensors["qweight"]
-        if self.bits != 4 or qweight.device.type != "cpu":
+        if self.bits != 4 or qweight.device.type not in ("cpu", "meta"):
             return original(self, tensors, *args, **kwargs)
-        schema, converted = original(self, {**tensors, "qweight": qweight.to("meta")}, *args, **kwargs)
-        weight = torch.empty(converted["weight"].shape, dtype=torch.int32)
-        native.awq_to_packed(qweight.contiguous(), weight)
+        # Humming would widen every code to 32 bits and back; it gets a corner to do that with instead.
+        corner = torch.zeros((1, 32, 4), dtype=torch.int32)
+        schema, converted = original(self, {**tensors, "qweight": corner}, *args, **kwargs)
+        k, words = qweight.shape[-2:]
+        shape = (*qweight.shape[:-2], words * 8, k // 8)
+        weight = torch.empty(shape, dtype=torch.int32, device=qweight.device)
+        if not weight.is_meta:
+            native.awq_to_packed(qweight.contiguous(), weight)
         return schema, {**converted, "weight": weight}
+
+    return _convert_humming
+
+
+def _int8_convert(original: Function) -> Function:
+    def _convert_humming(self: Foreign, tensors: dict[str, torch.Tensor], *args: Foreign, **kwargs: Foreign) -> Foreign:
+        if self.format != "int-quantized" or not tensors["weight"].is_meta:
+            return original(self, tensors, *args, **kwargs)
+        # Arithmetic on a meta tensor makes torch import its compiler, which takes seconds; one word has no
+        # such need.
+        corner = torch.zeros((1, 1, 4), dtype=torch.int8)
+        schema, converted = original(self, {**tensors, "weight": corner}, *args, **kwargs)
+        return schema, {**converted, "weight": tensors["weight"].view(torch.int32)}
 
     return _convert_humming
 
@@ -140,7 +151,8 @@ def seams(modules: SimpleNamespace) -> Iterator[tuple[Foreign, str, Foreign]]:
     yield transform, "transform_humming_weight", _transform_weight(transform.transform_humming_weight)
     yield transform, "check_and_pad_tensors", _pad_tensors(transform.check_and_pad_tensors)
     yield modules.ops, "process_mxfp4_w4a8_weight", _fold_scale(modules.ops.process_mxfp4_w4a8_weight)
-    schema = modules.schema_awq.AWQWeightSchema
-    yield schema, "_convert_humming", _awq_convert(schema._convert_humming)
+    awq, packed = modules.schema_awq.AWQWeightSchema, modules.schema_compressed_tensors.CompressedTensorsWeightSchema
+    yield awq, "_convert_humming", _awq_convert(awq._convert_humming)
+    yield packed, "_convert_humming", _int8_convert(packed._convert_humming)
     if hasattr(transform, "fit_fused_e8m0_scale_range"):
         yield transform, "fit_fused_e8m0_scale_range", _fit_range(transform.fit_fused_e8m0_scale_range)

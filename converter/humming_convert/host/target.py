@@ -34,6 +34,7 @@ _MODULES = (
     "ops",
     "schema",
     "schema.awq",
+    "schema.compressed_tensors",
     "transform",
     "utils.device",
 )
