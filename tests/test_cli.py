@@ -56,8 +56,8 @@ def test_target_auto_without_a_gpu_says_so(
     ("arguments", "message"),
     [
         (["--target", "hopper"], "error: --target: expected sm80, sm90, sm100, ..., found 'hopper'\n"),
-        (["--target", "sm42"], "error: target: expected one of sm75, sm80, sm86, sm89, sm90, sm100, sm103, sm110, sm120, "
-                               "sm121, found sm42\n"),
+        (["--target", "sm42"], f"error: target: expected one of {', '.join(f'sm{sm}' for sm in SUPPORTED_SMS)}, "
+                               "found sm42\n"),
         (["--cuda", "thirteen"], "error: --cuda: expected a version such as 13.0, found 'thirteen'\n"),
         (["--device", "tpu"], "error: --device: expected auto, cpu, cuda or cuda:i, found 'tpu'\n"),
         (["--max-shard-size", "big"], "error: --max-shard-size: expected a size such as 5GB or 500MB, found 'big'\n"),
