@@ -34,11 +34,15 @@ class TensorHeader(NamedTuple):
 
 
 class SourceFile(NamedTuple):
-    """One weight file as it was when its header was read; any later difference means that it changed."""
+    """One weight file as it was when its header was read; any later difference means that it changed.
+
+    `ctime_ns` tells a change whose writer set the time of modification back.
+    """
 
     name: str
     size: int
     mtime_ns: int
+    ctime_ns: int
     inode: int
 
 
@@ -65,7 +69,7 @@ def read_header(path: Path, name: str) -> FileHeader:
     entries = _parse_json(raw, name)
     metadata = _parse_metadata(entries.pop("__metadata__", {}), name)
     tensors = _parse_entries(entries, name, 8 + text, size)
-    source = SourceFile(name, size, state.st_mtime_ns, state.st_ino)
+    source = SourceFile(name, size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
     return FileHeader(source, tensors, metadata)
 
 

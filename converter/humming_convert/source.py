@@ -23,7 +23,7 @@ from humming_convert.safetensors_header import (
     refuse_duplicates,
 )
 
-__all__ = ["Checkpoint", "Payload", "SourceFile", "TensorHeader", "open_checkpoint"]
+__all__ = ["Checkpoint", "Payload", "SourceFile", "TensorHeader", "is_unchanged", "open_checkpoint"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_INDEX = "model" + INDEX_SUFFIX
@@ -84,6 +84,12 @@ def open_checkpoint(path: Path, quant_config: Path | None = None) -> Checkpoint:
         side_files=() if is_single_file else _side_files(root),
         metadata={header.file.name: header.metadata for header in headers},
     )
+
+
+def is_unchanged(file: SourceFile, state: os.stat_result) -> bool:
+    """Whether `state`, a later look at `file`, shows what was there when its header was read."""
+    known = (file.size, file.mtime_ns, file.ctime_ns, file.inode)
+    return known == (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
 
 
 def _list_weight_files(root: Path) -> tuple[tuple[str, ...], dict[str, str] | None]:
@@ -284,7 +290,7 @@ class Payload:
     def _check_unchanged(self, tensor: TensorHeader, descriptor: int) -> None:
         state = os.fstat(descriptor)
         known = self._files[tensor.file]
-        if (state.st_size, state.st_mtime_ns, state.st_ino) != (known.size, known.mtime_ns, known.inode):
+        if not is_unchanged(known, state):
             raise self._changed(tensor, f"a changed file of {state.st_size} bytes")
 
     def _changed(self, tensor: TensorHeader, found: str) -> CheckpointError:

@@ -316,6 +316,19 @@ class TestPayload:
             f"found a changed file of {size - 4} bytes; start again once nothing writes to the source"
         )
 
+    def test_a_change_whose_time_was_set_back_is_noticed(self, tmp_path: Path) -> None:
+        file = tmp_path / "in.safetensors"
+        write_safetensors(file, small_tensors())
+        known, before = open_checkpoint(file).files[0], file.stat()
+        assert source_module.is_unchanged(known, before)
+        with file.open("r+b") as opened:
+            opened.seek(-1, os.SEEK_END)
+            opened.write(b"!")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        after = file.stat()
+        assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        assert not source_module.is_unchanged(known, after)
+
     def test_a_file_that_vanished_is_named(self, tmp_path: Path) -> None:
         file = tmp_path / "in.safetensors"
         write_safetensors(file, small_tensors())
