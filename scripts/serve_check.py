@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -26,8 +27,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "loader")]
 from scripts.serve_models import MODELS  # noqa: E402 - the path comes first
 
 GEMM_TYPES = ("indexed", "grouped", "grouped_masked")
-LAYER_PARTS = ("refusals", "memory", "expert-ranks", "tensor-ranks", "alone")
-GROUPS = ("models", "classes", "extras", *LAYER_PARTS)
+LAYER_PARTS = ("expert-ranks", "tensor-ranks", "alone")
+GROUPS = ("models", "classes", "extras", "refusals", "memory", *LAYER_PARTS)
 LOG_TAIL = 4000
 # What Humming's experts read; anything else that stock leaves on a layer is listed, not compared.
 TENSORS = ("_weight", "_weight_scale", "_zero_point", "_weight_scale_2", "_bias", "_input_scale", "_input_scale_2")
@@ -47,10 +48,11 @@ class Part:
 
 
 class Runner:
-    """Runs parts in subprocesses below `work`; keeps results by label."""
+    """Runs parts in subprocesses below `work`; keeps results by label, and in `out` after every part."""
 
-    def __init__(self, work: Path, limit: float, deadline: float) -> None:
-        self.work, self.limit, self.deadline = work, limit, deadline
+    def __init__(self, work: Path, out: Path, limit: float, deadline: float) -> None:
+        self.work, self.out, self.limit, self.deadline = work, out, limit, deadline
+        self._lock = threading.Lock()
         self.results: dict[str, dict[str, Any]] = {}
         self.logs = work / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -79,10 +81,12 @@ class Runner:
             status = self._call([*command, *part.arguments], log, left)
             if target.is_file():
                 result = json.loads(target.read_text())
-            else:
-                result |= {"error": status, "log": log.read_text(errors="replace")[-LOG_TAIL:]}
+            if not target.is_file() or status != "exit status 0":
+                result |= {"ok": False, "error": status, "log": log.read_text(errors="replace")[-LOG_TAIL:]}
         result["wall_seconds"] = round(time.monotonic() - started, 1)
-        self.results[part.label] = result
+        with self._lock:
+            self.results[part.label] = result
+            write(self.out, self.results)
         print(f"{'ok  ' if result['ok'] else 'FAIL'} {result['wall_seconds']:6.1f} s  {part.label}", flush=True)
         return result
 
@@ -151,24 +155,24 @@ def compare(stock: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
     """Run the parts asked for; results by label, comparisons of models under `compare-NAME`."""
     options.work.mkdir(parents=True, exist_ok=True)
-    runner = Runner(options.work.resolve(), options.limit, time.monotonic() + options.deadline)
+    runner = Runner(options.work.resolve(), options.out, options.limit, time.monotonic() + options.deadline)
     models = tuple(options.models or MODELS)
+    served = models if options.serve_models is None else tuple(options.serve_models)
     if not options.no_prepare:
-        runner.run(Part("prepare", tuple(models)))
+        runner.run(Part("prepare", tuple(dict.fromkeys((*models, *served, "qwen3-fp8-block")))))
     chains: list[list[Part]] = []
     if "models" in options.parts:
-        chains += [[Part("serve", (name, "stock")), Part("serve", (name, "ours"))] for name in models]
-    chains += [
-        [Part(name, () if name in ("refusals", "memory") else models)] for name in LAYER_PARTS if name in options.parts
-    ]
-    if "extras" in options.parts:
-        chains.append([Part("extras")])
+        chains += [[Part("serve", (name, "stock")), Part("serve", (name, "ours"))] for name in served]
     if "classes" in options.parts:
         chains += [[Part("classes", (gemm_type, *models))] for gemm_type in GEMM_TYPES]
+    chains += [[Part(name, models)] for name in LAYER_PARTS if name in options.parts]
+    chains += [[Part(name)] for name in ("refusals", "extras") if name in options.parts]
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(runner.chain, chains))
+    if "memory" in options.parts:
+        runner.run(Part("memory"))  # alone on the machine: it measures time too
     if "models" in options.parts:
-        for name in models:
+        for name in served:
             pair = (runner.results.get(f"serve-{name}-{kind}", {}) for kind in ("stock", "ours"))
             runner.results[f"compare-{name}"] = compare(*pair)
     return runner.results
@@ -192,6 +196,14 @@ def table(results: Mapping[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write(out: Path, results: Mapping[str, dict[str, Any]]) -> None:
+    """`results.json` and `table.txt`, whole whenever they are read."""
+    for name, text in (("results.json", json.dumps(results, indent=1, default=str)), ("table.txt", table(results))):
+        partial = out / f"{name}.partial"
+        partial.write_text(text + "\n")
+        partial.replace(out / name)
+
+
 def main() -> None:
     """Run, print the table, write the files; status 1 when anything failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -199,6 +211,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/serve-check"), help="models and outputs; several GB")
     parser.add_argument("--parts", nargs="*", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=None)
+    parser.add_argument("--serve-models", nargs="*", choices=list(MODELS), default=None, help="of `models` only")
     parser.add_argument("--jobs", type=int, default=4, help="processes on the GPU at once")
     parser.add_argument("--limit", type=float, default=300, help="seconds a part may take")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for everything")
@@ -206,12 +219,10 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     results = run_all(options)
-    (options.out / "results.json").write_text(json.dumps(results, indent=1, default=str))
-    text = table(results)
-    (options.out / "table.txt").write_text(text + "\n")
+    write(options.out, results)
     with tarfile.open(options.out / "logs.tar.gz", "w:gz") as archive:
         archive.add(options.work / "logs", "logs")
-    print(text)
+    print(table(results))
     sys.exit(0 if all(result["ok"] for result in results.values()) else 1)
 
 

@@ -1,13 +1,14 @@
-"""Layer by layer on the GPU: experts classes against float32, ranks that sum to the whole, Humming alone."""
+"""Layer by layer on the GPU: experts classes against float32, ranks that sum to the whole."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import traceback
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from scripts.serve_models import MODELS
 from scripts.serve_reference import Reference
 
 Result = dict[str, Any]
+Cases = dict[str, Callable[[], Result]]
 BATCHES = (1, 8, 64, 512)
 TOLERANCE = 2e-2  # of the output's norm: two roundings to 16 bits and the checkpoint's scale rounding
 SUM_TOLERANCE = 1e-2
 TOP_K = 2
 
 
+@cache
 def quant_config(folder: Path) -> Any:  # noqa: ANN401 - a vLLM quantization config
     """The configuration that vLLM makes for a model folder."""
     from vllm.config import ModelConfig
@@ -40,14 +43,21 @@ def quant_config(folder: Path) -> Any:  # noqa: ANN401 - a vLLM quantization con
     return config
 
 
+@cache
+def _vllm_config() -> Any:  # noqa: ANN401 - vLLM's VllmConfig
+    from vllm.config import VllmConfig
+
+    return VllmConfig()
+
+
 @contextlib.contextmanager
 def vllm_context() -> Iterator[Any]:
     """A vLLM configuration, a workspace and a forward context, without an engine."""
-    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.v1.worker import workspace
 
-    config = VllmConfig()
+    config = _vllm_config()
     with contextlib.suppress(AssertionError):
         workspace.reset_workspace_manager()
     workspace.init_workspace_manager(torch.device("cuda", 0))
@@ -63,7 +73,19 @@ def build(folder: Path, *, process: bool = True, **options: Any) -> Any:  # noqa
         layer = routed_experts(quant_config(folder), **(sizes(name, entry, manifest) | options))
         if process:
             layer.quant_method.process_weights_after_loading(layer)
+            compile_only_used(layer.quant_method.moe_kernel.fused_experts)
     return layer
+
+
+def compile_only_used(experts: Any) -> None:  # noqa: ANN401 - vLLM's Humming experts
+    """Let Humming compile the kernel for the size at hand, not those for all sizes; it is the one it would choose."""
+    original = experts.humming_forward
+
+    def forward(*args: Any, tuning_config: str, valid_shape_m: int, **options: Any) -> Any:  # noqa: ANN401 - vLLM's types
+        chosen = [config for least, most, config in json.loads(tuning_config) if least < valid_shape_m <= most]
+        return original(*args, tuning_config=json.dumps(chosen[0]), valid_shape_m=valid_shape_m, **options)
+
+    experts.humming_forward = forward
 
 
 def sizes(name: str, entry: LayerEntry, manifest: Manifest) -> dict[str, Any]:
@@ -107,8 +129,8 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def each(cases: dict[str, Callable[[], Result]]) -> Result:
-    """Run cases on their own: one that fails is recorded with its traceback and does not stop the others."""
+def each(cases: Mapping[str, Callable[[], Result]], save: Callable[[Result], None]) -> None:
+    """Run cases on their own, one that fails is recorded with its traceback; `save` gets the results after each."""
     results: Result = {}
     for name, case in cases.items():
         try:
@@ -117,13 +139,14 @@ def each(cases: dict[str, Callable[[], Result]]) -> Result:
             results[name] = {"ok": False, "traceback": traceback.format_exc()[-3000:]}
         gc.collect()
         torch.cuda.empty_cache()
-    return {"ok": all(result["ok"] for result in results.values()), "cases": results}
+        is_done = len(results) == len(cases)
+        facts: Result = {} if is_done else {"error": f"{len(results)} of {len(cases)} cases ran"}
+        save({"ok": is_done and all(result["ok"] for result in results.values()), **facts, "cases": results})
 
 
-def classes(work: Path, gemm_type: str, *names: str) -> Result:
+def classes(work: Path, gemm_type: str, *names: str) -> Cases:
     """One experts class on every model against float32, at every batch size."""
-    os.environ["VLLM_HUMMING_MOE_GEMM_TYPE"] = gemm_type
-    return each({name: partial(_class_case, work, name, gemm_type) for name in names or MODELS})
+    return {name: partial(_class_case, work, name, gemm_type) for name in names or MODELS}
 
 
 def _class_case(work: Path, name: str, gemm_type: str) -> Result:
@@ -132,13 +155,11 @@ def _class_case(work: Path, name: str, gemm_type: str) -> Result:
     manifest = read_manifest(out)
     layer_name, entry = next(iter(manifest.layers.items()))
     reference = Reference(source, layer_name, "cuda")
-    if gemm_type == "grouped_masked":
-        os.environ["VLLM_HUMMING_MOE_GEMM_TYPE"] = "indexed"
-        layer = build(out)
-        os.environ["VLLM_HUMMING_MOE_GEMM_TYPE"] = gemm_type
+    is_batched = gemm_type == "grouped_masked"
+    os.environ["VLLM_HUMMING_MOE_GEMM_TYPE"] = "indexed" if is_batched else gemm_type
+    layer = build(out)
+    if is_batched:
         _make_batched(layer, entry.num_experts)
-    else:
-        layer = build(out)
     experts = type(layer.quant_method.moe_kernel.fused_experts).__name__
     errors = {}
     for tokens in BATCHES:
@@ -170,11 +191,12 @@ def _make_batched(layer: Any, experts: int) -> None:  # noqa: ANN401 - vLLM's Ro
             moe_config=method.moe, quant_config=method.moe_quant_config, max_num_tokens=limit, num_dispatchers=1
         )
         method.moe_kernel = mk.FusedMoEKernel(prepare, batched)
+    compile_only_used(batched)
 
 
-def expert_ranks(work: Path, *names: str) -> Result:
+def expert_ranks(work: Path, *names: str) -> Cases:
     """Layers of every expert-parallel rank sum to the whole layer, with 10 experts."""
-    cases: dict[str, Callable[[], Result]] = {}
+    cases: Cases = {}
     for name in names or MODELS:
         for size in (2, 4):
             for placement in ("linear", "round_robin"):
@@ -185,17 +207,22 @@ def expert_ranks(work: Path, *names: str) -> Result:
                         for rank in range(size)
                     ]
                     cases[key] = partial(_sum_of_ranks, work / f"{name}-e10.out", among, ranks)
-    return each(cases)
+    return cases
 
 
-def tensor_ranks(work: Path, *names: str) -> Result:
+def tensor_ranks(work: Path, *names: str) -> Cases:
     """Layers of every tensor-parallel rank sum to the whole layer."""
-    cases: dict[str, Callable[[], Result]] = {}
+    cases: Cases = {}
     for name in names or MODELS:
         for size in (2, 4):
             ranks = [{"parallel": parallel_config(tp=(rank, size))} for rank in range(size)]
             cases[f"{name} tp{size}"] = partial(_sum_of_ranks, work / f"{name}-e8.out", None, ranks)
-    return each(cases)
+    return cases
+
+
+@cache
+def _whole(out: Path) -> Any:  # noqa: ANN401 - vLLM's RoutedExperts
+    return build(out)
 
 
 def _sum_of_ranks(out: Path, among: int | None, ranks: list[dict[str, Any]]) -> Result:
@@ -203,7 +230,7 @@ def _sum_of_ranks(out: Path, among: int | None, ranks: list[dict[str, Any]]) -> 
     entry = next(iter(manifest.layers.values()))
     x = inputs(64, entry.hidden_size, getattr(torch, manifest.param_dtype), 3)
     weights, ids = routing(64, entry.num_experts, 3, among)
-    whole = forward(build(out), x, weights, ids)
+    whole = forward(_whole(out), x, weights, ids)
     total, parts = torch.zeros_like(whole), []
     for options in ranks:
         layer = build(out, **options)
@@ -213,45 +240,3 @@ def _sum_of_ranks(out: Path, among: int | None, ranks: list[dict[str, Any]]) -> 
         total += part
     error = relative(total, whole)
     return {"ok": error < SUM_TOLERANCE, "relative_error": error, "ranks": parts}
-
-
-def alone(work: Path, *names: str) -> Result:
-    """A layer with Humming alone, no vLLM, from `load_layer`; against float32."""
-    return each({name: partial(_alone_case, work, name) for name in names or MODELS if name != "gpt-oss-mxfp4"})
-
-
-def _alone_case(work: Path, name: str) -> Result:
-    from humming_loader import load_layer
-
-    source = work / f"{name}-e8"
-    out = Path(f"{source}.out")
-    manifest = read_manifest(out)
-    layer_name, entry = next(iter(manifest.layers.items()))
-    layer = load_layer(out, layer_name, "cuda:0")
-    x = inputs(64, entry.hidden_size, getattr(torch, manifest.param_dtype), 5)
-    weights, ids = routing(64, entry.num_experts, 5)
-    error = relative(humming_moe(layer, x, weights, ids), Reference(source, layer_name, "cuda")(x, weights, ids))
-    return {"ok": error < TOLERANCE, "relative_error": error}
-
-
-def humming_moe(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-    """A split gate/up layer: rows sorted by expert, two grouped products, weighted sum. float32 `[B, H]`."""
-    from humming.forward import humming_forward
-
-    order = ids.flatten().argsort(stable=True)
-    counts = ids.flatten().bincount(minlength=len(layer.part.experts))
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    common = {
-        "expert_layout": offsets,
-        "compute_config": {"gemm_type": "grouped_contiguous"},
-        "valid_shape_m": ids.numel(),
-    }
-    common["locks"] = torch.zeros(
-        8 * torch.cuda.get_device_properties(0).multi_processor_count, dtype=torch.int32, device="cuda"
-    )
-    rows = x[order // ids.shape[1]]
-    gate, up = humming_forward(inputs=rows, **layer.w13.forward_arguments(), **common).chunk(2, -1)
-    hidden = (torch.nn.functional.silu(gate.float()) * up.float()).to(x.dtype)
-    result = humming_forward(inputs=hidden, **layer.w2.forward_arguments(), **common)
-    out = torch.zeros_like(x, dtype=torch.float32)
-    return out.index_add_(0, order // ids.shape[1], result.float() * weights.flatten()[order, None])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402 - the environment comes first
 
-from scripts import serve_layers, serve_memory  # noqa: E402
+from scripts import serve_alone, serve_layers, serve_memory, serve_refusals  # noqa: E402
 from scripts.serve_models import MODELS, write_model  # noqa: E402
 
 Result = dict[str, Any]
@@ -206,95 +204,35 @@ def _chain(error: BaseException | None) -> str:
     return " <- ".join(parts)[:2000]
 
 
-def refusals(work: Path) -> Result:
-    """Edited manifests and damaged files are refused before any kernel; the messages."""
-    import humming.ops
-
-    launched: Counter[str] = Counter()
-    original = humming.ops.humming_gemm
-
-    def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed through
-        launched["gemm"] += 1
-        return original(*args, **kwargs)
-
-    humming.ops.humming_gemm = counted
-    flags = (
-        "use_packed_k_layout",
-        "use_fused_e8m0_scale",
-        "use_int_weight_scale",
-        "use_raw_weight",
-        "use_flat_weight",
-        "use_ldmatrix_dequant",
-        "use_native_dequant",
-        "use_block_scaled_mma",
-        "should_apply_bs_on_c",
-    )
-    cases: dict[str, Callable[[dict[str, Any], Path], None]] = {
-        "other SM": lambda document, _: document["target"].update(sm=100),
-        "other version": lambda document, _: document.update(humming_version="0.1.3"),
-        "truncated file": lambda _, folder: _experts_file(
-            folder, lambda path: os.truncate(path, path.stat().st_size - 7)
-        ),
-        "flipped byte": lambda _, folder: _experts_file(folder, _flip),
-    }
-    for flag in flags:
-        cases[f"flag {flag}"] = partial(_toggle, flag)
-    source = work / "qwen3-fp8-block-e8.out"
-    messages, ok = {}, True
-    for case, edit in {"untouched": lambda *_: None, **cases}.items():
-        folder = work / "refusal.out"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(source, folder)
-        document = json.loads((folder / "humming/manifest.json").read_text())
-        edit(document, folder)
-        (folder / "humming/manifest.json").write_text(json.dumps(document))
-        os.environ["HUMMING_LOADER_VERIFY"] = "1"
-        try:
-            serve_layers.build(folder)
-            messages[case] = "loaded"
-        except Exception as error:
-            messages[case] = f"{type(error).__name__}: {error}"
-        wanted = {"untouched": "loaded", "truncated file": "FileError", "flipped byte": "ChecksumError"}
-        ok &= messages[case].startswith(wanted.get(case, "HostMismatchError"))
-    return {"ok": ok and not launched, "messages": messages, "kernels": dict(launched)}
-
-
-def _toggle(flag: str, document: dict[str, Any], _: Path) -> None:
-    for layer in document["layers"].values():
-        values = layer["sublayers"]["w13"]["fingerprint"]["flags"]
-        values[flag] = not values[flag]
-
-
-def _experts_file(folder: Path, damage: Callable[[Path], None]) -> None:
-    damage(sorted((folder / "humming").glob("experts-*.safetensors"))[0])
-
-
-def _flip(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-
-
 PARTS: dict[str, Callable[..., Result]] = {
     "prepare": prepare,
     "serve": serve,
     "extras": extras,
-    "refusals": refusals,
+    "refusals": serve_refusals.refusals,
+}
+# Parts of several cases: what came out so far is written after each.
+CASES: dict[str, Callable[..., serve_layers.Cases]] = {
     "classes": serve_layers.classes,
     "expert-ranks": serve_layers.expert_ranks,
     "tensor-ranks": serve_layers.tensor_ranks,
     "memory": serve_memory.memory,
-    "alone": serve_layers.alone,
+    "alone": serve_alone.alone,
 }
 
 
 def main() -> None:
     """Run one part and write its result; a traceback leaves by stderr and a non-zero status."""
     part, work, target, *arguments = sys.argv[1:]
-    result = PARTS[part](Path(work), *arguments)
-    Path(target).write_text(json.dumps(result, indent=1, default=str))
+
+    def save(result: Result) -> None:
+        partial = Path(f"{target}.partial")
+        partial.write_text(json.dumps(result, indent=1, default=str))
+        partial.replace(target)
+
+    if part in CASES:
+        serve_layers.each(CASES[part](Path(work), *arguments), save)
+    else:
+        save(PARTS[part](Path(work), *arguments))
     # Engines hold threads that outlive them.
     sys.stdout.flush()
     os._exit(0)
