@@ -520,7 +520,7 @@ class TestOtherCompressedTensors:
         rule = next(tensor for tensor in w13.tensors if tensor.name == "weight_global_scale")
         assert rule.shape == (4, 2)
         assert [part.source.split(".")[-2] for part in rule.parts[:2]] == ["gate_proj", "up_proj"]
-        assert rule.check == "positive"
+        assert rule.check == "positive,reciprocal,unequal_reciprocal_finite_bfloat16"
 
     @pytest.mark.parametrize(("form", "group"), [("ct_nvfp4", 32), ("ct_mxfp4", 16)])
     def test_four_bit_floats_have_one_group_size(self, tmp_path: Path, form: str, group: int) -> None:

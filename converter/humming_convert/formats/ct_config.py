@@ -134,7 +134,9 @@ def input_rules(sublayer: Sublayer, scheme: Scheme, name: str) -> tuple[Rule, ..
     """The rule for the activations' static scale, where config and tensors have one."""
     if not scheme.has_static_input() or name not in sublayer.parameters:
         return ()
-    return (tensor_scale_rule(sublayer, name, name, "positive"),)
+    # NVFP4 stores the reciprocal.
+    check = "positive,reciprocal" if name == "input_global_scale" else "positive"
+    return (tensor_scale_rule(sublayer, name, name, check),)
 
 
 def _targets(group: object) -> Iterable[str]:

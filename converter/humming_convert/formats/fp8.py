@@ -19,6 +19,7 @@ from humming_convert.formats.base import (
     require_shapes,
     rounding_check,
     tensor_scale_rule,
+    unequal_check,
     unsupported,
     weight_shapes,
 )
@@ -77,7 +78,7 @@ def block_scale(
     is_changed = is_regrouped or is_expanded
     if schema is None or is_changed:
         schema = {"quant_method": "fp8", "weight_block_size": [1 if is_expanded else block_n, group]}
-    check = "e8m0" if code == "F8_E8M0" else rounding_check(sublayer, parameter, "nonnegative")
+    check = rounding_check(sublayer, parameter, "e8m0" if code == "F8_E8M0" else "nonnegative")
     rule = Rule(
         name="weight_scale_inv" if schema["quant_method"] == "fp8" else "weight_scale",
         parameter=parameter,
@@ -113,12 +114,10 @@ class Fp8Tensor:
             input_schema={"quant_method": "fp8", "activation_scheme": "static" if is_static else "dynamic"},
             rules=(
                 _weight(rows, shape_k),
-                tensor_scale_rule(sublayer, "weight_scale", "weight_scale", "nonnegative"),
+                tensor_scale_rule(sublayer, "weight_scale", "weight_scale", unequal_check(sublayer, "nonnegative")),
                 *bias_rule(sublayer, rows),
             ),
-            inputs=(tensor_scale_rule(sublayer, "input_scale", "input_scale", "positive"),)
-            if is_static
-            else (),
+            inputs=(tensor_scale_rule(sublayer, "input_scale", "input_scale", "positive"),) if is_static else (),
         )
 
 
@@ -149,6 +148,4 @@ class Fp8Block:
 
 
 def _weight(rows: Sequence[int], shape_k: int) -> Rule:
-    return Rule(
-        name="weight", parameter="weight", dtype="F8_E4M3", shape=(sum(rows), shape_k), is_weight=True
-    )
+    return Rule(name="weight", parameter="weight", dtype="F8_E4M3", shape=(sum(rows), shape_k), is_weight=True)

@@ -9,6 +9,7 @@ from humming_convert.formats.base import (
     Sublayer,
     bias_rule,
     broken,
+    exponent_check,
 )
 
 _BLOCK = 32
@@ -40,15 +41,13 @@ class GptOssMxfp4:
             shape_k=shape_k,
             weight_schema={"quant_method": "gpt_oss_mxfp4"},
             rules=(
-                Rule(
-                    name="weight", parameter="blocks", dtype="U8", shape=(rows, shape_k // 2), is_weight=True
-                ),
+                Rule(name="weight", parameter="blocks", dtype="U8", shape=(rows, shape_k // 2), is_weight=True),
                 Rule(
                     name="weight_scale",
                     parameter="scales",
                     dtype="U8",
                     shape=(rows, shape_k // _BLOCK),
-                    check="e8m0",
+                    check=exponent_check(sublayer),
                 ),
                 *bias_rule(sublayer, (rows,)),
             ),
