@@ -201,7 +201,7 @@ def test_no_json_whatsoever_escapes_the_error_family(tmp_path_factory: pytest.Te
 @pytest.mark.parametrize("name", ["a\ud800", "a\0b"])
 def test_a_name_that_cannot_be_written_down(tmp_path: Path, name: str) -> None:
     assert (
-        fault(write(tmp_path / "f", {name: entry()}, b"1234")) == f"f: expected names of tensors, found {ascii(name)}"
+        fault(write(tmp_path / "f", {name: entry()}, b"1234")) == f"f: expected names of tensors, found {name!a}"
     )
 
 
