@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from humming_convert import hf_config
 from humming_convert.errors import Problem, UnsupportedError
 from humming_convert.families import BY_MODEL_TYPE, FAMILIES, Family, family_from_names
@@ -17,6 +20,7 @@ def method_of(checkpoint: Checkpoint) -> str:
     stated = str(quantization.get("quant_method", "")).lower()
     method = METHODS.get(stated)
     if method is not None:
+        _refuse_other_meanings(checkpoint.quantization_origin, quantization)
         return method
     where, known = checkpoint.quantization_origin, ", ".join(sorted(set(METHODS.values())))
     if stated == "gptq" and quantization.get("desc_act"):
@@ -27,6 +31,38 @@ def method_of(checkpoint: Checkpoint) -> str:
         hint = "this method is not supported yet"
         raise UnsupportedError([Problem(where, f"a quant_method among {known}", repr(stated), hint)])
     raise UnsupportedError([Problem(where, f"a quant_method among {known}", repr(stated))])
+
+
+# Sections under which weights or activations are turned or thinned out, which no kernel layout can say.
+_TRANSFORMS = ("transform_config", "rotation_config", "hadamard_config")
+
+
+def _refuse_other_meanings(where: str, quantization: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for what would make the stored numbers mean something else than they say."""
+    problems = []
+    layers = quantization.get("extra_config")
+    sections = [("", quantization)]
+    if isinstance(layers, dict):
+        sections += [(f"extra_config: {name}: ", layer) for name, layer in layers.items() if isinstance(layer, dict)]
+    for prefix, section in sections:
+        for key in _TRANSFORMS:
+            if _says_something(section.get(key)):
+                hint = "Humming's kernels do not transform activations: quantize again without it"
+                expected = f"no {prefix}{key}"
+                problems.append(Problem(where, expected, f"{str(section[key])[:80]!a}", hint))
+    sparsity = quantization.get("sparsity_config")
+    if _says_something(sparsity):
+        stored = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
+        if stored != "dense":
+            hint = "sparse weights are not supported: save it without sparse compression"
+            problems.append(Problem(where, "sparsity_config with format dense", f"{str(stored)[:80]!a}", hint))
+    if problems:
+        raise UnsupportedError(problems)
+
+
+def _says_something(section: object) -> bool:
+    """Whether a section is more than empty; writers leave `{}` or null behind."""
+    return any(_says_something(part) for part in section.values()) if isinstance(section, dict) else bool(section)
 
 
 def family_of(checkpoint: Checkpoint) -> Family:

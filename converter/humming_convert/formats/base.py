@@ -181,6 +181,8 @@ def weight_shapes(sublayer: Sublayer, parameter: str = "weight") -> tuple[tuple[
         raise broken(sublayer, f"{parameter} in every projection", sublayer.describe())
     if any(len(shape) != 2 for shape in shapes) or len({shape[1] for shape in shapes}) != 1:
         raise broken(sublayer, f"{parameter} [N, K] with one K", f"{[list(shape) for shape in shapes]}")
+    if any(0 in shape for shape in shapes):
+        raise broken(sublayer, f"{parameter} that holds something", f"{[list(shape) for shape in shapes]}")
     return tuple(shape[0] for shape in shapes), shapes[0][1]
 
 

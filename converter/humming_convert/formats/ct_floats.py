@@ -21,7 +21,7 @@ from humming_convert.formats.base import (
     weight_shapes,
 )
 from humming_convert.formats.ct_config import METHOD, Scheme, input_rules, row_scale, scheme_of, weight_schema
-from humming_convert.formats.fp8 import block_scale
+from humming_convert.formats.fp8 import BYTES_PER_WORD, block_scale
 from humming_convert.plan import Step
 
 _MXFP4_GROUP = 32
@@ -47,6 +47,7 @@ class CtFloat8:
         if not scheme.symmetric:
             raise unsupported(sublayer, "symmetric FP8 weights", "asymmetric ones")
         rows, shape_k = weight_shapes(sublayer)
+        check_multiple(sublayer, "K (columns of weight)", [shape_k], BYTES_PER_WORD)
         source_schema = schema = weight_schema(scheme)
         if scheme.strategy == "tensor":
             check = unequal_check(sublayer, "nonnegative")

@@ -15,6 +15,7 @@ from humming_convert.formats.base import (
     Sublayer,
     bias_rule,
     broken,
+    check_multiple,
     one_dtype,
     require_shapes,
     rounding_check,
@@ -25,6 +26,8 @@ from humming_convert.formats.base import (
 )
 from humming_convert.plan import Step
 
+# Humming packs the bytes of a row into words.
+BYTES_PER_WORD = 4
 _METHODS = ("fp8", "auto-round", "")
 
 
@@ -53,7 +56,7 @@ def block_scale(
         and all(type(extent) is int and extent > 0 for extent in block)
     ):
         hint = "give the block size with --quant-config; it cannot be told from shapes"
-        raise broken(sublayer, "a block size [rows, columns] in the quantization config", f"{block}", hint)
+        raise broken(sublayer, "a block size [rows, columns] in the quantization config", f"{block!r}", hint)
     block_n, block_k = block
     shapes = [(math.ceil(n / block_n), math.ceil(shape_k / block_k)) for n in rows]
     require_shapes(sublayer, parameter, shapes)
@@ -105,6 +108,7 @@ class Fp8Tensor:
         if sublayer.quantization.get("weight_block_size"):
             raise broken(sublayer, "weight_scale_inv, as weight_block_size says", sublayer.describe())
         rows, shape_k = weight_shapes(sublayer)
+        check_multiple(sublayer, "K (columns of weight)", [shape_k], BYTES_PER_WORD)
         is_static = "input_scale" in sublayer.parameters
         return Accepted(
             format=self.name,

@@ -33,6 +33,8 @@ class GptOssMxfp4:
             expected = "blocks [E, N, K/32, 16] and scales [E, N, K/32]"
             raise broken(sublayer, expected, f"{list(blocks)} and {list(scales)}")
         rows, shape_k = blocks[1], blocks[2] * _BLOCK
+        if 0 in blocks[1:]:
+            raise broken(sublayer, "blocks that hold something", f"{list(blocks)}")
         if sublayer.name == "w13" and rows % 2:
             raise broken(sublayer, "as many gate as up rows", f"{rows} rows")
         return Accepted(
