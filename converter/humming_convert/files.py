@@ -8,8 +8,8 @@ import os
 import stat
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from humming_convert.errors import OutputError
 
@@ -22,7 +22,7 @@ def os_error(path: Path, action: str, error: OSError) -> OutputError:
     return OutputError(f"{path}: cannot {action}: {error.strerror or error}{hint}")
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """`path` opened for reading. Raises OSError, also for what is no regular file: a FIFO would wait for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -17,7 +17,8 @@ class Interrupted(SystemExit):
     """A signal asked the command to stop; the exit code is 128 + the signal's number, as shells have it."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
+        self.exit_code = 128 + number
+        super().__init__(self.exit_code)
 
 
 @contextmanager
