@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -40,15 +42,11 @@ def test_default_command_is_convert(out: Path) -> None:
     assert (out / "humming" / "manifest.json").is_file()
 
 
-def test_target_auto_without_a_gpu_says_so(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_target_auto_without_a_gpu_says_so(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("humming_convert.resolve._visible_sms", list)
     result = run("convert", source, tmp_path / "out")
     assert result.exit_code == 0
-    assert result.stderr == (
-        "target: sm90 (Hopper), because this machine has no GPU (choose another with --target)\n"
-    )
+    assert result.stderr == ("target: sm90 (Hopper), because this machine has no GPU (choose another with --target)\n")
     assert "2 MoE layers packed" in result.stdout
 
 
@@ -62,6 +60,8 @@ def test_target_auto_without_a_gpu_says_so(
         (["--device", "tpu"], "error: --device: expected auto, cpu, cuda or cuda:i, found 'tpu'\n"),
         (["--max-shard-size", "big"], "error: --max-shard-size: expected a size such as 5GB or 500MB, found 'big'\n"),
         (["--max-shard-size", "0"], "error: --max-shard-size: expected a size such as 5GB or 500MB, found '0'\n"),
+        (["--max-shard-size", "9" * 400], "error: --max-shard-size: expected a size such as 5GB or 500MB, "
+                                          f"found '{'9' * 400}'\n"),
         (["--activation", "int8"], None),
     ],
 )  # fmt: skip
@@ -136,6 +136,77 @@ def test_verify_passes_and_finds_a_flipped_byte(out: Path, source: Path, tmp_pat
     missing = run("verify", tmp_path / "nowhere")
     assert missing.exit_code == 1
     assert "expected a folder that humming-convert wrote" in missing.stderr
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "fifo"])
+def test_inspect_of_what_is_no_file_answers_at_once(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    result = run("inspect", tmp_path / name)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"error: {tmp_path / name}: expected an output folder or a .safetensors file, found not a regular file\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
+def test_a_manifest_that_is_a_fifo_is_refused_at_once(command: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "humming").mkdir(parents=True)
+    os.mkfifo(tmp_path / "out" / "humming" / "manifest.json")
+    extra = [source, tmp_path / "out", "--overwrite", "--target", "sm90"]
+    result = run(command, *(extra if command == "convert" else [tmp_path / "out"]))
+    assert result.exit_code == 1
+    assert str(tmp_path / "out") in result.stderr
+    assert command == "convert" or "found not a regular file" in result.stderr
+
+
+def test_messages_of_inspect_and_verify_name_the_folder(tmp_path: Path) -> None:
+    for command in ("inspect", "verify"):
+        assert f"error: {tmp_path}/humming/manifest.json: expected a manifest" in run(command, tmp_path).stderr
+
+
+def test_a_bare_file_with_a_quant_config_can_be_verified(source: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare.safetensors"
+    bare.write_bytes((source / "model.safetensors").read_bytes())
+    config = tmp_path / "quant.json"
+    config.write_text(json.dumps(json.loads((source / "config.json").read_text())["quantization_config"]))
+    out = tmp_path / "out"
+    assert run(bare, out, "--target", "sm90", "--quant-config", config).exit_code == 0
+    assert run("verify", out, "--source", bare, "--quant-config", config).exit_code == 0
+    without = run("verify", out, "--source", bare)
+    assert without.exit_code == 1
+    assert "quant" in without.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("experts"), "internal: KeyError: 'experts' (please report; HUMMING_CONVERT_TRACEBACK=1 shows where)"),
+        (MemoryError(), "out of memory; --workers 1 needs the least"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+         "out of memory; --workers 1 needs the least"),
+        (OSError(12, "Cannot allocate memory"), "out of memory; --workers 1 needs the least"),
+    ],
+)  # fmt: skip
+def test_what_nobody_expected_is_one_line(
+    error: Exception, text: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("humming_convert.source.open_checkpoint", fail)
+    result = run("plan", source)
+    assert (result.exit_code, result.stderr) == (1, f"error: {text}\n")
+    monkeypatch.setenv("HUMMING_CONVERT_TRACEBACK", "1")
+    shown = run("plan", source).stderr
+    assert shown.startswith("Traceback")
+    assert shown.endswith(f"error: {text}\n")
+
+
+def test_the_report_names_target_and_humming(source: Path, tmp_path: Path) -> None:
+    text = run(source, tmp_path / "out", "--target", "sm90").stdout
+    assert f"for sm90 with humming-kernels {version('humming-kernels')}, " in text
+    assert "MB/s" not in text
+    assert "(1 file)" in run("inspect", tmp_path / "out").stdout
 
 
 def test_tables(source: Path) -> None:

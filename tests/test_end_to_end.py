@@ -6,10 +6,12 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 
+from humming_convert import pipeline
 from humming_convert.errors import CheckpointError, ConvertError, OutputError, UnsupportedError
 from humming_convert.options import ConvertOptions
 from humming_convert.pipeline import convert_checkpoint
@@ -17,7 +19,7 @@ from humming_convert.target import Target
 from humming_convert.verify import VerifyReport, verify
 from humming_convert.verify_output import read_manifest
 from humming_convert.writer import ExpertsFileWriter
-from humming_loader.entries import Manifest
+from humming_loader.entries import Manifest, Passthrough
 from tests.support.checkpoints import FAMILIES, Tensors, make_checkpoint
 from tests.support.genuine import genuine
 
@@ -129,9 +131,7 @@ def test_shards_workers_and_reruns_give_the_same_bytes(tmp_path: Path) -> None:
     second, _ = converted(replace(options(split, tmp_path / "b"), workers=16))
     assert packed_digests(first) == packed_digests(second)
     converted(options(whole, tmp_path / "c"))
-    for name in sorted(
-        path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file()
-    ):
+    for name in sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file()):
         if name.name != "manifest.json":
             assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "c" / name).read_bytes(), name
 
@@ -139,9 +139,7 @@ def test_shards_workers_and_reruns_give_the_same_bytes(tmp_path: Path) -> None:
 def test_output_is_what_the_design_says(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source")
     manifest, _ = converted(options(source, tmp_path / "out"))
-    files = sorted(
-        str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()
-    )
+    files = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert files == [
         "README.md", "config.json", "generation_config.json", "humming/experts-00001-of-00002.safetensors",
         "humming/experts-00002-of-00002.safetensors", "humming/manifest.json", "model.safetensors", "tokenizer.json",
@@ -164,9 +162,7 @@ def test_output_is_what_the_design_says(tmp_path: Path) -> None:
 def test_bare_file_gives_the_packed_experts(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source")
     (source / "config.json").rename(tmp_path / "quant.json")
-    given = replace(
-        options(source / "model.safetensors", tmp_path / "out"), quant_config=tmp_path / "quant.json"
-    )
+    given = replace(options(source / "model.safetensors", tmp_path / "out"), quant_config=tmp_path / "quant.json")
     manifest, _ = convert_checkpoint(given), verify(given.out)
     assert not (tmp_path / "out" / "config.json").exists()
     assert read_manifest(given.out).layers
@@ -198,9 +194,7 @@ def test_nan_scale_found_in_the_payload_leaves_nothing(tmp_path: Path) -> None:
         tensors[name].array.flat[1] = float("nan")
 
     source = make_checkpoint(tmp_path / "source", edit=spoil)
-    with pytest.raises(
-        CheckpointError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight_scale_inv.*finite|nan"
-    ):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight_scale_inv.*finite|nan"):
         convert_checkpoint(options(source, tmp_path / "out"))
     assert no_trace(tmp_path, source)
 
@@ -231,6 +225,24 @@ def test_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("humming_convert.experts_file.ExpertsFileWriter.finish", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(options(source, tmp_path / "out"))
+    assert no_trace(tmp_path, source)
+
+
+@pytest.mark.parametrize("hash_source", [True, False])
+def test_source_that_disappears_meanwhile_is_named(
+    hash_source: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_checkpoint(tmp_path / "source")
+    original = pipeline.write_passthrough
+
+    def copy_and_remove(*arguments: Any, **named: Any) -> Passthrough:  # noqa: ANN401 - handed on
+        copied = original(*arguments, **named)
+        (source / "model.safetensors").unlink()
+        return copied
+
+    monkeypatch.setattr(pipeline, "write_passthrough", copy_and_remove)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: expected the file whose header was read"):
+        convert_checkpoint(replace(options(source, tmp_path / "out"), hash_source=hash_source))
     assert no_trace(tmp_path, source)
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
+import traceback
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -15,10 +17,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
+from humming_convert import interrupts
 from humming_convert.activation import DESCRIPTIONS, NAMES
-from humming_convert.errors import ConvertError, OutputError
+from humming_convert.errors import ConvertError, OutputError, is_out_of_memory
 from humming_loader._version import __version__
 from humming_loader.errors import LoaderError
+
+TRACEBACK = "HUMMING_CONVERT_TRACEBACK"
 
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
@@ -35,23 +40,37 @@ class DefaultToConvert(click.Group):
 
 
 def reports_errors(command: Callable[Params, Value]) -> Callable[Params, Value]:
-    """Print what went wrong, one problem a line, and leave with exit code 1 and no traceback."""
+    """Print what went wrong, one problem a line, and leave with exit code 1 and no traceback.
+
+    A signal leaves with 128 + its number. With HUMMING_CONVERT_TRACEBACK=1 the traceback is printed too.
+    """
 
     @wraps(command)
     def run(*args: Params.args, **kwargs: Params.kwargs) -> Value:
         try:
-            return command(*args, **kwargs)
-        except (ConvertError, LoaderError) as error:
-            raise SystemExit(_fail(str(error))) from None
-        except KeyboardInterrupt:
-            raise SystemExit(
-                _fail("interrupted; nothing that looks whole was left behind", code=130)
-            ) from None
-        except OSError as error:
-            text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise SystemExit(_fail(text)) from None
+            with interrupts.raising():
+                return command(*args, **kwargs)
+        except (interrupts.Interrupted, KeyboardInterrupt) as error:
+            code = error.exit_code if isinstance(error, interrupts.Interrupted) else 130
+            raise SystemExit(_fail("interrupted; nothing that looks whole was left behind", code)) from None
+        except Exception as error:
+            if os.environ.get(TRACEBACK):
+                traceback.print_exc()
+            raise SystemExit(_fail(_described(error))) from None
 
     return run
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, ConvertError | LoaderError):
+        return str(error)
+    if is_out_of_memory(error):
+        return "out of memory; --workers 1 needs the least"
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    # Whatever gets here is a fault of this program, or an installation that lacks something.
+    words = f"internal: {type(error).__name__}: {error}".splitlines()[0]
+    return f"{words} (please report; {TRACEBACK}=1 shows where)"
 
 
 def _fail(text: str, code: int = 1) -> int:
@@ -62,9 +81,7 @@ def _fail(text: str, code: int = 1) -> int:
     return code
 
 
-@click.group(
-    cls=DefaultToConvert, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
-)
+@click.group(cls=DefaultToConvert, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="humming-convert")
 def main() -> None:
     """Convert quantized MoE checkpoints once, offline, into the layout that Humming's kernels read.
@@ -95,21 +112,15 @@ def main() -> None:
     type=click.Choice(["bfloat16", "float16"]),
     help="Parameter dtype.  [default: the checkpoint's]",
 )
-@click.option(
-    "--device", default="auto", show_default=True, help="Where to convert: auto, cpu, cuda or cuda:i."
-)
+@click.option("--device", default="auto", show_default=True, help="Where to convert: auto, cpu, cuda or cuda:i.")
 @click.option(
     "--quant-config",
     type=click.Path(path_type=Path),
     help="A JSON file used in place of the checkpoint's own.",
 )
-@click.option(
-    "--max-shard-size", default="5GB", show_default=True, help="Largest file of passed-through tensors."
-)
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file of passed-through tensors.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it is an earlier output.")
-@click.option(
-    "--workers", type=click.IntRange(1, 256), help="Slices converted at once.  [default: processors]"
-)
+@click.option("--workers", type=click.IntRange(1, 256), help="Slices converted at once.  [default: processors]")
 @click.option(
     "--hash-source/--no-hash-source",
     default=True,
@@ -120,10 +131,11 @@ def main() -> None:
 def convert(source: Path, out: Path, **given: Any) -> None:  # noqa: ANN401 - Click's own values
     """Convert SRC, a .safetensors file or a model folder, into the new folder OUT."""
     gc.disable()  # until the plan is made; see humming_convert.layers
-    from humming_convert.pipeline import convert_checkpoint
-    from humming_convert.resolve import resolve_options
+    with interrupts.held_back():
+        from humming_convert.pipeline import convert_checkpoint
+        from humming_convert.resolve import resolve_options
 
-    options, notes = resolve_options(source, out, **given)
+        options, notes = resolve_options(source, out, **given)  # may import torch
     for note in notes:
         click.echo(note, err=True)
     report = convert_checkpoint(options)
@@ -146,9 +158,7 @@ def plan(source: Path, activation: str, dtype: str | None, quant_config: Path | 
     gc.disable()  # hundreds of thousands of headers that live until the process ends
     checkpoint = open_checkpoint(source, quant_config)
     found = build_plan(checkpoint, activation=activation, dtype=dtype)
-    click.echo(
-        json.dumps(plan_as_json(found, checkpoint), indent=1) if as_json else plan_as_text(found, checkpoint)
-    )
+    click.echo(json.dumps(plan_as_json(found, checkpoint), indent=1) if as_json else plan_as_text(found, checkpoint))
 
 
 @main.command()
@@ -157,7 +167,8 @@ def plan(source: Path, activation: str, dtype: str | None, quant_config: Path | 
 @reports_errors
 def inspect(path: Path, as_json: bool) -> None:
     """Show what an output folder, or one experts file, holds."""
-    from humming_convert.inspection import inspect_as_json, inspect_as_text
+    with interrupts.held_back():
+        from humming_convert.inspection import inspect_as_json, inspect_as_text
 
     click.echo(json.dumps(inspect_as_json(path), indent=1) if as_json else inspect_as_text(path))
 
@@ -170,16 +181,22 @@ def inspect(path: Path, as_json: bool) -> None:
     type=click.Path(path_type=Path),
     help="Compare with the checkpoint it was made from.",
 )
+@click.option(
+    "--quant-config",
+    type=click.Path(path_type=Path),
+    help="With --source: the JSON file that was given to convert.",
+)
 @reports_errors
-def verify(out: Path, source: Path | None) -> None:
+def verify(out: Path, source: Path | None, quant_config: Path | None) -> None:
     """Check OUT against its manifest, and with --source against the checkpoint, value by value."""
-    from humming_convert.progress import byte_progress
-    from humming_convert.verify import verify as verify_output
+    with interrupts.held_back():
+        from humming_convert.progress import byte_progress
+        from humming_convert.verify import verify as verify_output
 
     if not out.is_dir():
         raise OutputError(f"{out}: expected a folder that humming-convert wrote, found none")
     with byte_progress("verifying") as progress:
-        report = verify_output(out, source, progress=progress)
+        report = verify_output(out, source, quant_config=quant_config, progress=progress)
     click.echo(report.text())
 
 

@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# What torch (a RuntimeError), the C++ library and the operating system call it; Python's own is MemoryError.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of the machine or of a GPU: that says nothing about the checkpoint."""
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(words in text for words in _OUT_OF_MEMORY)
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

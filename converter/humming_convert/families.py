@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
+
+from humming_convert.errors import Problem
 
 Config = dict[str, Any]
 
@@ -46,8 +48,7 @@ def sparse_step_layers(config: Config, layer: int) -> bool:
 def layers_after_dense(config: Config, layer: int) -> bool:
     """DeepSeek's rule: from `first_k_dense_replace` on, every `moe_layer_freq`-th layer."""
     return (
-        layer >= _field(config, "first_k_dense_replace", 0)
-        and layer % max(1, _field(config, "moe_layer_freq", 1)) == 0
+        layer >= _field(config, "first_k_dense_replace", 0) and layer % max(1, _field(config, "moe_layer_freq", 1)) == 0
     )
 
 
@@ -56,7 +57,8 @@ class Family:
     """One row: which config fields give E, H and I, which layers hold experts, and where they hang.
 
     `parents` are the modules between `layers.N.` and `.experts.`; `activation_function` is what vLLM calls
-    it, `is_interleaved` says that a fused gate_up tensor alternates gate and up rows.
+    it, `is_interleaved` says that a fused gate_up tensor alternates gate and up rows, `predicts_tokens` that
+    layers from `num_hidden_layers` on may follow, for multi-token prediction.
     """
 
     name: str
@@ -69,6 +71,35 @@ class Family:
     prefixes: tuple[str, ...] = ("model.", "")
     activation_function: str = "silu"
     is_interleaved: bool = False
+    predicts_tokens: bool = False
+
+
+# Fields of the rules above; what is stated must be a whole number, or the rules would go by something else.
+_LAYER_FIELDS = ("decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers")
+MAX_LAYERS = 10_000
+
+
+def check_config(family: Family, config: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with the form of the fields of config.json that decide about experts."""
+    names = (
+        "num_hidden_layers",
+        *family.experts_fields,
+        family.intermediate_field,
+        family.hidden_field,
+        *_LAYER_FIELDS,
+    )
+    problems = []
+    for name in names:
+        value = config.get(name)
+        if value is not None and (type(value) is not int or value < 0):
+            problems.append(Problem(f"config.json: {name}", "a whole number", f"{str(value)[:80]!a}"))
+    layers = config.get("num_hidden_layers")
+    if type(layers) is int and layers > MAX_LAYERS:
+        problems.append(Problem("config.json: num_hidden_layers", f"at most {MAX_LAYERS}", f"{layers:.3g}"))
+    dense = config.get("mlp_only_layers")
+    if dense is not None and not (isinstance(dense, list) and all(type(layer) is int for layer in dense)):
+        problems.append(Problem("config.json: mlp_only_layers", "a list of whole numbers", f"{str(dense)[:80]!a}"))
+    return problems
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -108,6 +139,7 @@ FAMILIES: tuple[Family, ...] = (
         experts_fields=("n_routed_experts", "num_local_experts"),
         intermediate_field="moe_intermediate_size",
         is_moe_layer=layers_after_dense,
+        predicts_tokens=True,
     ),
     Family(
         name="glm4_moe",
@@ -115,6 +147,7 @@ FAMILIES: tuple[Family, ...] = (
         experts_fields=("n_routed_experts", "num_local_experts"),
         intermediate_field="moe_intermediate_size",
         is_moe_layer=layers_after_dense,
+        predicts_tokens=True,
     ),
     Family(
         name="gpt_oss",
@@ -146,9 +179,19 @@ class ExpertName(NamedTuple):
     parameter: str
 
 
-_HEAD = re.compile(r"(?P<prefix>(?:[\w.]+\.)?)layers\.(?P<layer>\d{1,6})\.(?P<parent>[\w.]+)")
-_PER_EXPERT = re.compile(r"(?P<expert>\d{1,6})\.(?P<projection>\w+)\.(?P<parameter>[\w.]+)")
+_HEAD = re.compile(r"(?P<prefix>(?:[\w.]+\.)?)layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<parent>[\w.]+)")
+_PER_EXPERT = re.compile(r"(?P<expert>0|[1-9][0-9]{0,5})\.(?P<projection>\w+)\.(?P<parameter>[\w.]+)")
 _FUSED = re.compile(r"(?P<projection>gate_up_proj|down_proj)(?:[._](?P<parameter>\w+))?")
+
+
+# A number of a layer or expert in a form that no writer uses, and that would collide with another's name.
+_ODD_NUMBER = re.compile(r"(?:^|\.)(?:layers|experts)\.(?!(?:0|[1-9][0-9]*)\.)(\d+)\.")
+
+
+def odd_number(name: str) -> str:
+    """The layer or expert number in `name` that has leading zeros or other digits than 0 to 9, or ""."""
+    match = _ODD_NUMBER.search(name)
+    return "" if match is None else match[1]
 
 
 def parse_expert_name(name: str) -> ExpertName | None:
@@ -167,9 +210,7 @@ def parse_expert_name(name: str) -> ExpertName | None:
 @lru_cache(maxsize=4096)
 def _parse_head(head: str) -> tuple[str, str, int, str] | None:
     match = _HEAD.fullmatch(head)
-    return (
-        None if match is None else (head + ".experts", match["prefix"], int(match["layer"]), match["parent"])
-    )
+    return None if match is None else (head + ".experts", match["prefix"], int(match["layer"]), match["parent"])
 
 
 @lru_cache(maxsize=65536)

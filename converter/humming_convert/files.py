@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
 
 from humming_convert.errors import OutputError
@@ -18,6 +20,21 @@ def os_error(path: Path, action: str, error: OSError) -> OutputError:
     """An OutputError that says what could not be done to `path` and, for a full disk, what to do."""
     hint = "; free space or choose another folder" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
     return OutputError(f"{path}: cannot {action}: {error.strerror or error}{hint}")
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """`path` opened for reading. Raises OSError, also for what is no regular file: a FIFO would wait for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """All of a regular file. Raises OSError."""
+    with open_regular(path) as opened:
+        return opened.read()
 
 
 def fsync_folder(folder: Path) -> None:
@@ -82,9 +99,7 @@ class TempFile:
             while done < data.nbytes:
                 done += os.pwrite(self._fd, data[done:], offset + done)
         except OSError as error:
-            raise os_error(
-                self.path, f"write {data.nbytes - done} bytes at {offset + done}", error
-            ) from error
+            raise os_error(self.path, f"write {data.nbytes - done} bytes at {offset + done}", error) from error
 
     def commit(self) -> None:
         """Flush to the disk, close, and rename to the final name. Raises OutputError and removes the file."""

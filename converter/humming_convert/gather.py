@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from humming_convert import steps
-from humming_convert.checks import check_scale
+from humming_convert.checks import check_scale, check_unequal
 from humming_convert.errors import CheckpointError, Problem
 from humming_convert.plan import StackedTensor
 from humming_convert.source import Checkpoint, Payload, TensorHeader
@@ -61,6 +61,11 @@ class Gatherer:
             if problem is not None:
                 self._check_parts(tensor)
                 raise CheckpointError([problem])
+        per_expert = len(tensor.parts) // tensor.shape[0]
+        sources = [part.source for part in tensor.parts[chosen.start * per_expert : chosen.stop * per_expert]]
+        unequal = check_unequal(sources, out, tensor.check)
+        if unequal:
+            raise CheckpointError(unequal)
         return out
 
     def _check_parts(self, tensor: StackedTensor) -> None:

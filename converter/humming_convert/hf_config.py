@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from humming_convert.errors import CheckpointError, Problem
+
 Config = dict[str, Any]
 
 QUANT_METHOD = "humming_prepacked"
@@ -27,12 +29,17 @@ def text_config(config: Config) -> Config:
     return inner if isinstance(inner, dict) else config
 
 
-def section_of(config: Config) -> tuple[Config | None, str]:
-    """The quantization section of a config.json and the path to it inside, or (None, "")."""
+def section_of(config: Config, where: str = "config.json") -> tuple[Config | None, str]:
+    """The quantization section of a config.json and the path to it inside, or (None, "").
+
+    Raises CheckpointError (with `where`) for a section that is no object: it says something, but not what.
+    """
     for prefix, holder in (("", config), ("text_config.", text_config(config))):
         for key in _SECTION_KEYS:
             found = holder.get(key)
-            if isinstance(found, dict) and found:
+            if found is not None and not isinstance(found, dict):
+                raise CheckpointError([Problem(f"{where}: {prefix}{key}", "a JSON object", f"{str(found)[:80]!a}")])
+            if found:
                 return found, prefix + key
     return None, ""
 
@@ -48,13 +55,13 @@ def find_quantization(config: Config | None, files: Mapping[str, Config]) -> tup
             return found, f"config.json: {path}"
     for name, method in QUANT_FILES:
         if name in files:
-            return from_quant_file(files[name], method), name
+            return from_quant_file(files[name], method, where=name), name
     return None, ""
 
 
-def from_quant_file(content: Config, method: str = "") -> Config:
+def from_quant_file(content: Config, method: str = "", *, where: str = "the file") -> Config:
     """The section in a file of its own: a whole config.json, ModelOpt's nesting, or bare."""
-    inner, _ = section_of(content)
+    inner, _ = section_of(content, where)
     if inner is not None:
         return inner
     nested = content.get("quantization")

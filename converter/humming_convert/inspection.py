@@ -22,9 +22,7 @@ def inspect_as_json(path: Path) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(read_manifest(path))))  # type: ignore[no-any-return]
     layers, version = _layers_of_file(path)
     document = {"file": path.name, "producer": {"name": "humming-convert", "version": version}}
-    return document | {
-        "layers": {name: json.loads(json.dumps(asdict(entry))) for name, entry in layers.items()}
-    }
+    return document | {"layers": {name: json.loads(json.dumps(asdict(entry))) for name, entry in layers.items()}}
 
 
 def inspect_as_text(path: Path) -> str:
@@ -32,7 +30,7 @@ def inspect_as_text(path: Path) -> str:
     if not path.is_dir():
         layers, version = _layers_of_file(path)
         return "\n".join(
-            [f"{path.name}: {len(layers)} MoE layer(s), humming-convert {version}", *_table(layers)]
+            [f"{path.name}: {_count(len(layers), 'MoE layer')}, humming-convert {version}", *_table(layers)]
         )
     manifest = read_manifest(path)
     return "\n".join([*_head(manifest), *_table(manifest.layers)])
@@ -40,13 +38,16 @@ def inspect_as_text(path: Path) -> str:
 
 def _layers_of_file(path: Path) -> tuple[dict[str, LayerEntry], str]:
     if not path.is_file():
-        raise OutputError(f"{path}: expected an output folder or a .safetensors file, found nothing")
+        found = "not a regular file" if path.exists() else "nothing"
+        raise OutputError(f"{path}: expected an output folder or a .safetensors file, found {found}")
     metadata = read_header(path, path.name).metadata
     if METADATA_LAYERS not in metadata:
-        raise OutputError(
-            f"{path}: expected an experts file of humming-convert, found a file without its metadata"
-        )
+        raise OutputError(f"{path}: expected an experts file of humming-convert, found a file without its metadata")
     return parse_layer_metadata(metadata), metadata.get(METADATA_VERSION, "unknown")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _head(manifest: Manifest) -> list[str]:
@@ -54,11 +55,12 @@ def _head(manifest: Manifest) -> list[str]:
     cuda = ".".join(str(number) for number in target.cuda)
     passed = manifest.passthrough
     return [
-        f"source       {manifest.source.name} ({len(manifest.source.files)} files)",
+        f"source       {manifest.source.name} ({_count(len(manifest.source.files), 'file')})",
         f"target       sm{target.sm}, CUDA {cuda}, humming-kernels {manifest.humming_version}",
         f"activations  {manifest.activation}, parameters {manifest.param_dtype}",
         f"made by      {manifest.producer.name} {manifest.producer.version} on {manifest.created}",
-        f"passed on    {passed.tensors} tensors, {passed.bytes / 1e6:.2f} MB in {len(passed.files)} files",
+        f"passed on    {_count(passed.tensors, 'tensor')}, {passed.bytes / 1e6:.2f} MB in "
+        f"{_count(len(passed.files), 'file')}",
         "",
     ]
 
@@ -81,7 +83,5 @@ def _rows(key: str, sublayer: SublayerEntry) -> list[str]:
         shape = "x".join(str(extent) for extent in tensor.shape)
         size = tensor_nbytes(tensor.dtype, tensor.shape, tensor.name) / 1e6
         kind = str(sublayer.weight_schema.get("b_dtype", "")) if name == "weight" else ""
-        rows.append(
-            f"{'  ' + key + '_' + name:<54} {tensor.dtype:<8} {shape:<22} {size:>9.3f}  {kind}".rstrip()
-        )
+        rows.append(f"{'  ' + key + '_' + name:<54} {tensor.dtype:<8} {shape:<22} {size:>9.3f}  {kind}".rstrip())
     return rows

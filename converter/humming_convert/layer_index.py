@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from humming_convert.errors import Problem
-from humming_convert.families import ExpertName, Family, parse_expert_name
+from humming_convert.families import ExpertName, Family, odd_number, parse_expert_name
 from humming_convert.formats.base import Facts
 from humming_convert.source import TensorHeader
 
@@ -84,6 +84,10 @@ def index_layers(tensors: Mapping[str, TensorHeader], problems: list[Problem]) -
             continue
         parsed = parse_expert_name(name)
         if parsed is None:
+            number = odd_number(name)
+            if number:
+                expected = "numbers of layers and experts in digits 0 to 9, without leading zeros"
+                problems.append(Problem(f"tensor {name}", expected, f"{number!a}"))
             others.append(name)
             continue
         layer_name, _, _, _, expert, projection, parameter = parsed
@@ -133,6 +137,36 @@ def count_experts(layer: LayerTensors, told: int | None, problems: list[Problem]
     return count
 
 
+# What the routers of all families call the tensors that have one row for each expert.
+_ROUTER_TENSORS = (
+    "gate.weight",
+    "router.weight",
+    "router.bias",
+    "gate.e_score_correction_bias",
+    "e_score_correction_bias",
+)
+
+
+def check_router(layer: LayerTensors, count: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]) -> None:
+    """The router has as many rows as there are experts, whatever config.json says or does not say."""
+    head = layer.name.layer_name.removesuffix("experts")
+    for name in _ROUTER_TENSORS:
+        header = tensors.get(head + name)
+        if header is not None and header.shape and header.shape[0] != count:
+            expected = f"{header.shape[0]} experts, as {header.name} {list(header.shape)} has rows"
+            problems.append(Problem(layer.name.layer_name, expected, f"{count}", "fetch the missing shards"))
+            return
+
+
+def check_same_count(counts: Mapping[str, int], problems: list[Problem]) -> None:
+    """Every layer of a family's models has as many experts; one with fewer has lost its last ones."""
+    most = max(counts.values(), default=0)
+    for name, count in counts.items():
+        if count != most:
+            other = next(other for other, held in counts.items() if held == most)
+            problems.append(Problem(name, f"{most} experts, as {other} has", f"{count}", "fetch the missing shards"))
+
+
 def check_layers_present(
     family: Family, config: Mapping[str, object], found: Iterable[int], last: int, problems: list[Problem]
 ) -> None:
@@ -151,9 +185,7 @@ def check_layers_present(
         )
     if extra:
         problems.append(
-            Problem(
-                "experts", "none in dense layers, as config.json says", f"those of layer {shorten(extra)}"
-            )
+            Problem("experts", "none in dense layers, as config.json says", f"those of layer {shorten(extra)}")
         )
 
 

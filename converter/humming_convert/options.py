@@ -48,7 +48,7 @@ class ConvertOptions:
 
 def parse_size(text: str) -> int:
     """Bytes of `5GB`, `500MB`, `2GiB` or a plain number. Raises UnsupportedError for anything else or for 0."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)", text.strip())
     unit = _SIZE_UNITS.get(match[2].upper()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size <= 0:

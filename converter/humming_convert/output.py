@@ -5,11 +5,9 @@ Whatever fails or interrupts a run, the final name holds either nothing, or what
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -18,7 +16,12 @@ from typing import Self
 
 from humming_convert.errors import OutputError
 from humming_convert.files import TempFile, fsync_folder, os_error
-from humming_loader.manifest import MANIFEST_FILE, PRODUCER, FileEntry
+from humming_convert.interrupts import held_back
+from humming_convert.replacing import refuse_foreign
+from humming_loader.manifest import MANIFEST_FILE, FileEntry
+
+_ATTEMPTS = 20
+_EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
 
 class OutputFolder:
@@ -29,7 +32,8 @@ class OutputFolder:
     """
 
     def __init__(self, out: Path, *, source_root: Path, overwrite: bool) -> None:
-        self.out = out.resolve()
+        self.out = _resolved(out)
+        self._overwrite = overwrite
         _refuse_overlap(self.out, source_root)
         _refuse_existing(self.out, overwrite)
         self.staging = self.out.with_name(f".{self.out.name}.humming-partial")
@@ -43,28 +47,33 @@ class OutputFolder:
             raise OutputError(f"{parent}: not writable; choose another folder for the output")
 
     def __enter__(self) -> Self:
-        self._remove_stale_staging()
-        try:
-            self.staging.mkdir()
-            self._lock = _lock_folder(self.staging)
-        except OSError as error:
-            raise os_error(self.staging, "make the staging folder", error) from error
-        return self
+        for _ in range(_ATTEMPTS):
+            self._remove_stale_staging()
+            try:
+                self.staging.mkdir()
+                self._lock = _lock_folder(self.staging)
+            except (BlockingIOError, FileExistsError, FileNotFoundError):
+                continue  # another run was faster; the next look says whether it is still there
+            except OSError as error:
+                raise os_error(self.staging, "make the staging folder", error) from error
+            if _is_at(self._lock, self.staging):
+                return self
+            self._unlock()  # another run took it for a dead run's before it was locked
+        raise OutputError(f"{self.staging}: other runs keep making and removing it; wait for them")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._committed:
-            shutil.rmtree(self.staging, ignore_errors=True)
-        self._unlock()
+        with held_back():
+            if not self._committed:
+                shutil.rmtree(self.staging, ignore_errors=True)
+            self._unlock()
 
     def require_space(self, nbytes: int) -> None:
         """Raises OutputError when the disk has less than `nbytes` free, before the long work begins."""
         free = shutil.disk_usage(self.out.parent).free
         if free < nbytes:
-            raise OutputError(
-                f"{self.out}: needs {nbytes} bytes, {free} are free; free space or choose another folder"
-            )
+            raise OutputError(f"{self.out}: needs {nbytes} bytes, {free} are free; free space or choose another folder")
 
     def path(self, name: str) -> Path:
         """Where the output's file `name` is to be written for now; its folder is made. Raises OutputError."""
@@ -95,33 +104,40 @@ class OutputFolder:
         for folder, _, _ in os.walk(self.staging, topdown=False):
             fsync_folder(Path(folder))
         try:
-            self._swap()
+            with held_back():
+                self._swap()
+                self._committed = True
         except OSError as error:
+            if error.errno in _EXISTS and not self._overwrite:
+                raise OutputError(_exists_already(self.out)) from error
             raise os_error(self.out, "move the finished output into place", error) from error
-        self._committed = True
         fsync_folder(self.out.parent)
         shutil.rmtree(self._old, ignore_errors=True)
 
     def _swap(self) -> None:
-        if not self.out.exists():
-            self.staging.rename(self.out)
+        """Look once more, since the run took its time: what came to `out` meanwhile is refused, not replaced."""
+        _refuse_existing(self.out, self._overwrite)
+        if not self._overwrite or not self.out.exists():
+            self.staging.rename(self.out)  # replaces nothing but an empty folder
             return
         if self._old.exists():
             shutil.rmtree(self._old)
         self.out.rename(self._old)
         try:
+            refuse_foreign(self._old, self.out)  # under this name nobody adds files any more
             self.staging.rename(self.out)
-        except OSError:
-            self._old.rename(self.out)
-            raise
+        finally:
+            if not self.out.exists():
+                self._old.rename(self.out)
 
     def _remove_stale_staging(self) -> None:
         """Remove what a killed run left; raises OutputError when that run is still alive."""
-        if not self.staging.exists():
-            return
         try:
             self._lock = _lock_folder(self.staging)
-            shutil.rmtree(self.staging)
+            if _is_at(self._lock, self.staging):
+                shutil.rmtree(self.staging)
+        except FileNotFoundError:
+            return
         except BlockingIOError as error:
             raise OutputError(f"{self.staging}: another run is writing this output; wait for it") from error
         except OSError as error:
@@ -151,6 +167,24 @@ def _lock_folder(folder: Path) -> int:
     return descriptor
 
 
+def _is_at(descriptor: int, folder: Path) -> bool:
+    """Whether the open folder is still the one under its name: a lock on one that was replaced means nothing."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _resolved(out: Path) -> Path:
+    try:
+        resolved = out.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise OutputError(f"{out}: not a folder that can be made ({error}); choose another") from error
+    if resolved.is_symlink():
+        raise OutputError(f"{out}: a link that leads to itself; choose another folder")
+    return resolved
+
+
 def _refuse_overlap(out: Path, source: Path) -> None:
     for root in {source.resolve(), source.parent.resolve() / source.name}:
         if out == root or root in out.parents:
@@ -162,23 +196,14 @@ def _refuse_overlap(out: Path, source: Path) -> None:
 def _refuse_existing(out: Path, overwrite: bool) -> None:
     if not out.name:
         raise OutputError(f"{out}: not a folder that can be made; choose another")
-    if not out.exists():
+    if not os.path.lexists(out):
         return
     if not out.is_dir():
         raise OutputError(f"{out}: is a file; choose a folder")
     if not overwrite:
-        raise OutputError(f"{out}: exists already; choose another folder, or replace it with --overwrite")
-    if any(out.iterdir()) and not _is_ours(out):
-        raise OutputError(
-            f"{out}: holds files that humming-convert did not write, and --overwrite would delete them; "
-            "choose another folder or empty this one"
-        )
+        raise OutputError(_exists_already(out))
+    refuse_foreign(out, out)
 
 
-def _is_ours(out: Path) -> bool:
-    """Whether a finished output, of this version or another, is in `out`."""
-    with contextlib.suppress(OSError, ValueError):
-        document = json.loads((out / MANIFEST_FILE).read_bytes())
-        producer = document.get("producer") if isinstance(document, dict) else None
-        return isinstance(producer, dict) and producer.get("name") == PRODUCER
-    return False
+def _exists_already(out: Path) -> str:
+    return f"{out}: exists already; choose another folder, or replace it with --overwrite"

@@ -18,7 +18,7 @@ from typing import Protocol
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from humming_convert.errors import CheckpointError, Problem
-from humming_convert.files import BackgroundHash, TempFile, os_error
+from humming_convert.files import BackgroundHash, TempFile, open_regular, os_error
 from humming_convert.writer import TensorSpec, header_bytes, storage_order
 from humming_loader.entries import FileEntry, Passthrough
 
@@ -125,10 +125,12 @@ def _write_bytes(folder: Path, name: str, data: bytes) -> FileEntry:
 
 
 def _copy_file(source: Path, folder: Path, name: str, progress: Progress | None) -> FileEntry:
-    if not source.is_file():
-        raise CheckpointError([Problem(str(source), "a regular file", "something else or nothing")])
     try:
-        with source.open("rb") as opened, _Copy(folder, name, progress) as copy:
+        opened = open_regular(source)
+    except OSError as error:
+        raise CheckpointError([Problem(str(source), "a readable file", error.strerror or str(error))]) from error
+    try:
+        with opened, _Copy(folder, name, progress) as copy:
             size = os.fstat(opened.fileno()).st_size
 
             def read(buffer: memoryview, start: int) -> None:

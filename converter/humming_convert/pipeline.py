@@ -12,6 +12,7 @@ from pathlib import Path
 from humming_convert import model_card
 from humming_convert.errors import CheckpointError, Problem
 from humming_convert.hf_config import converted_config
+from humming_convert.interrupts import held_back, raise_received
 from humming_convert.options import ConvertOptions
 from humming_convert.output import OutputFolder
 from humming_convert.passthrough import copy_side_files, write_passthrough
@@ -19,7 +20,7 @@ from humming_convert.plan import ConversionPlan
 from humming_convert.plan_build import build_plan
 from humming_convert.progress import ByteProgress, byte_progress
 from humming_convert.provenance import SourceHasher
-from humming_convert.source import Checkpoint, Payload, open_checkpoint
+from humming_convert.source import Checkpoint, Payload, is_unchanged, open_checkpoint
 from humming_convert.writer import TensorSpec
 from humming_loader._version import __version__
 from humming_loader.dtypes import tensor_nbytes
@@ -36,6 +37,7 @@ from humming_loader.entries import (
 from humming_loader.manifest import FORMAT_VERSION, PRODUCER, to_json
 
 CARD = "README.md"
+RATE_BYTES = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +51,20 @@ class ConversionReport:
     passthrough_tensors: int
     passthrough_bytes: int
     seconds: float
+    target: str
+    humming_version: str
     notes: tuple[str, ...]
 
     def text(self) -> str:
         """A few lines for a terminal."""
-        rate = self.source_bytes / self.seconds / 1e6 if self.seconds else 0.0
+        # The start alone takes seconds: for little data a rate would say nothing.
+        rate = f", {self.source_bytes / self.seconds / 1e6:.0f} MB/s" if self.source_bytes >= RATE_BYTES else ""
         lines = [f"note: {note}" for note in self.notes]
         lines.append(
-            f"{self.out}: {self.layers} MoE layers packed ({self.packed_bytes / 1e6:.1f} MB), "
+            f"{self.out}: {self.layers} MoE layers packed ({self.packed_bytes / 1e6:.1f} MB) "
+            f"for {self.target} with humming-kernels {self.humming_version}, "
             f"{self.passthrough_tensors} tensors passed through ({self.passthrough_bytes / 1e6:.1f} MB), "
-            f"{self.seconds:.1f} s, {rate:.0f} MB/s"
+            f"{self.seconds:.1f} s{rate}"
         )
         return "\n".join(lines)
 
@@ -83,16 +89,20 @@ def convert_checkpoint(options: ConvertOptions) -> ConversionReport:
             SourceHasher(checkpoint.root, hashed) as hasher,
         ):
             # torch and Humming are imported only now: bad input is refused at once, and the source is hashed meanwhile.
-            from humming_convert.layers import convert_layers
+            with held_back():
+                from humming_convert.host.target import humming
+                from humming_convert.layers import convert_layers
 
+                humming()
             progress.total(total)
             layers = convert_layers(plan, options, checkpoint, payload, folder, progress)
             passed = _copy_tensors(plan, checkpoint, payload, folder, options, progress)
             progress.label("hashing the source")
-            digests = hasher.result()
+            digests = _digests(hasher, checkpoint)
         _refuse_changed_source(checkpoint)
         side_files = _write_side_files(plan, checkpoint, folder, options)
         manifest = _manifest(plan, checkpoint, options, layers, passed, side_files, digests)
+        raise_received()
         folder.commit(to_json(manifest))
     return ConversionReport(
         out=options.out,
@@ -102,6 +112,8 @@ def convert_checkpoint(options: ConvertOptions) -> ConversionReport:
         passthrough_tensors=passed.tensors,
         passthrough_bytes=passed.bytes,
         seconds=time.perf_counter() - start,
+        target=str(options.target),
+        humming_version=manifest.humming_version,
         notes=plan.notes,
     )
 
@@ -132,14 +144,28 @@ def _copy_tensors(
     )
 
 
+def _digests(hasher: SourceHasher, checkpoint: Checkpoint) -> Mapping[str, str]:
+    try:
+        return hasher.result()
+    except OSError:
+        _refuse_changed_source(checkpoint)  # says more
+        raise
+
+
 def _refuse_changed_source(checkpoint: Checkpoint) -> None:
     """The last look at the source: a file that changed since its header was read makes the output worthless."""
     problems = []
+    hint = "start again once nothing writes to the source"
     for file in checkpoint.files:
-        state = (checkpoint.root / file.name).stat()
-        if (state.st_size, state.st_mtime_ns, state.st_ino) != (file.size, file.mtime_ns, file.inode):
-            hint = "start again once nothing writes to the source"
-            problems.append(Problem(file.name, "the file whose header was read", "a changed file", hint))
+        try:
+            state = (checkpoint.root / file.name).stat()
+        except OSError as error:
+            found = error.strerror or str(error)
+        else:
+            if is_unchanged(file, state):
+                continue
+            found = "a changed file"
+        problems.append(Problem(file.name, "the file whose header was read", found, hint))
     if problems:
         raise CheckpointError(problems)
 

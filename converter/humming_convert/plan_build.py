@@ -8,21 +8,21 @@ from typing import Any
 
 from humming_convert import hf_config
 from humming_convert.errors import CheckpointError, NothingToConvertError, Problem, UnsupportedError
-from humming_convert.families import BY_MODEL_TYPE, FAMILIES, Family, family_from_names
-from humming_convert.formats import METHODS, METHODS_TO_COME
+from humming_convert.families import ExpertName, Family, check_config
 from humming_convert.layer_index import (
     LayerIndex,
     LayerTensors,
     check_layers_present,
+    check_router,
+    check_same_count,
     count_experts,
     index_layers,
     shorten,
 )
 from humming_convert.plan import ConversionPlan, LayerPlan
+from humming_convert.plan_config import family_of, method_of, param_dtype_of
 from humming_convert.source import Checkpoint
 from humming_convert.sublayer_plan import Context, plan_sublayer
-
-_MAX_LAYERS = 10_000
 
 
 @dataclass(slots=True)
@@ -37,11 +37,10 @@ class _Building:
     broken: list[Problem] = field(default_factory=list)
     unsupported: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
-def build_plan(
-    checkpoint: Checkpoint, *, activation: str = "a16", dtype: str | None = None
-) -> ConversionPlan:
+def build_plan(checkpoint: Checkpoint, *, activation: str = "a16", dtype: str | None = None) -> ConversionPlan:
     """The plan of a whole conversion; `dtype` overrides the parameter dtype that config.json gives.
 
     Raises NothingToConvertError when no routed experts are quantized, CheckpointError when the checkpoint is
@@ -50,11 +49,7 @@ def build_plan(
     """
     broken: list[Problem] = []
     index = index_layers(checkpoint.tensors, broken)
-    source = (
-        checkpoint.files[0].name
-        if checkpoint.is_single_file
-        else str(checkpoint.root.name or checkpoint.root)
-    )
+    source = checkpoint.files[0].name if checkpoint.is_single_file else str(checkpoint.root.name or checkpoint.root)
     if not index.layers and not broken:
         raise NothingToConvertError(_nothing(source, "it has no routed experts", index))
     quantized = {name: layer for name, layer in index.layers.items() if layer.is_quantized()}
@@ -62,18 +57,27 @@ def build_plan(
         codes = sorted({header.dtype for layer in index.layers.values() for header in layer.tensors()})
         reason = f"its routed experts are stored as {', '.join(codes)}, not quantized"
         raise NothingToConvertError(_nothing(source, reason, index))
-    method = _check_method(checkpoint)
+    method = method_of(checkpoint)
     config = hf_config.text_config(checkpoint.config or {})
     building = _Building(
         checkpoint=checkpoint,
         config=config,
-        family=_family_of(checkpoint),
+        family=family_of(checkpoint),
         activation=activation,
-        param_dtype=dtype or _param_dtype(checkpoint.config, config),
+        param_dtype=dtype or "bfloat16",
         broken=broken,
     )
+    faults = check_config(building.family, config)
+    if dtype is None:
+        building.param_dtype = param_dtype_of(checkpoint, faults, building.notes)
+    if faults:
+        # What follows goes by these fields.
+        raise CheckpointError([*broken, *faults])
+    if checkpoint.left_out:
+        building.notes.append(f"{', '.join(checkpoint.left_out)}: not copied")
     chosen = _choose_layers(building, index, quantized)
     layers = [_plan_layer(building, layer, method) for layer in chosen.values()]
+    check_same_count(building.counts, building.broken)
     _raise_problems(building)
     claimed = {header.name for layer in chosen.values() for header in layer.tensors()}
     return ConversionPlan(
@@ -90,80 +94,40 @@ def _nothing(source: str, reason: str, index: LayerIndex) -> str:
     return f"nothing to convert: {source}: {reason}{hint}"
 
 
-def _check_method(checkpoint: Checkpoint) -> str:
-    """The quantization method by its own name; "" when the checkpoint says nothing."""
-    quantization = checkpoint.quantization
-    if quantization is None:
-        return ""
-    stated = str(quantization.get("quant_method", "")).lower()
-    method = METHODS.get(stated)
-    if method is not None:
-        return method
-    where, known = checkpoint.quantization_origin, ", ".join(sorted(set(METHODS.values())))
-    if stated == "gptq" and quantization.get("desc_act"):
-        expected = "weights in the order of their columns"
-        hint = "Humming's kernels have no g_idx, which activation order needs: use desc_act false"
-        raise UnsupportedError([Problem(where, expected, "GPTQ with desc_act", hint)])
-    if stated in METHODS_TO_COME:
-        hint = "this method is not supported yet"
-        raise UnsupportedError([Problem(where, f"a quant_method among {known}", repr(stated), hint)])
-    raise UnsupportedError([Problem(where, f"a quant_method among {known}", repr(stated))])
-
-
-def _family_of(checkpoint: Checkpoint) -> Family:
-    if checkpoint.config is None:
-        return family_from_names(
-            [name for name in checkpoint.tensors if ".layers." in name or name.startswith("layers.")]
-        )
-    stated = [
-        str(part.get("model_type")) for part in (checkpoint.config, hf_config.text_config(checkpoint.config))
-    ]
-    for model_type in stated:
-        if model_type in BY_MODEL_TYPE:
-            return BY_MODEL_TYPE[model_type]
-    known = ", ".join(model_type for row in FAMILIES for model_type in row.model_types)
-    problem = Problem(
-        "config.json", f"a model_type among {known}", repr(stated[-1]), "this family is not supported yet"
-    )
-    raise UnsupportedError([problem])
-
-
-def _param_dtype(config: Mapping[str, Any] | None, inner: Mapping[str, Any]) -> str:
-    """float16 if the model runs in it; everything else runs in bfloat16."""
-    for part in (inner, config or {}):
-        stated = str(part.get("dtype") or part.get("torch_dtype") or "").removeprefix("torch.")
-        if stated:
-            return "float16" if stated == "float16" else "bfloat16"
-    return "bfloat16"
-
-
 def _choose_layers(
     building: _Building, index: LayerIndex, quantized: Mapping[str, LayerTensors]
 ) -> dict[str, LayerTensors]:
     """The layers to convert; what is left out is passed through, with a note that says why."""
     family, config = building.family, building.config
-    last = config.get("num_hidden_layers")
-    last = last if type(last) is int and 0 <= last <= _MAX_LAYERS else None
+    stated = config.get("num_hidden_layers")
+    last = stated if type(stated) is int else None
     if building.checkpoint.config is None:
         building.notes.append(f"no config.json: taken for {family.name} from the names of its tensors")
     chosen: dict[str, LayerTensors] = {}
-    predicted, foreign, plain = [], list(index.others), []
+    predicted, foreign, plain = [], [], []
     for name, layer in index.layers.items():
         if layer.name.prefix not in family.prefixes or layer.name.parent not in family.parents:
             foreign.append(name)
         elif last is not None and layer.name.layer >= last:
-            predicted.append(layer.name.layer)
+            predicted.append(layer.name)
         elif name not in quantized:
             plain.append(layer.name.layer)
         else:
             chosen[name] = layer
+    _check_numbers(building, [layer.name for name, layer in index.layers.items() if name not in foreign])
+    _check_predicted(building, predicted, last or 0)
+    unknown = [name for name in foreign if name in quantized]
+    if unknown and not chosen and not plain:
+        raise UnsupportedError([_unknown_place(family, unknown)])
     for name in index.others:
         if name.rpartition(".experts.")[0] + ".experts" in chosen:
             expected = "only tensors of experts' projections beside converted ones"
             building.broken.append(Problem(f"tensor {name}", expected, "an unknown name"))
-            foreign.remove(name)
+        else:
+            foreign.append(name)
     if predicted:
-        building.notes.append(f"layer {shorten(predicted)}: multi-token prediction, passed through")
+        numbers = shorten([name.layer for name in predicted])
+        building.notes.append(f"layer {numbers}: multi-token prediction, passed through")
     if plain:
         building.notes.append(f"layer {shorten(plain)}: experts are not quantized, passed through")
     if foreign:
@@ -175,10 +139,40 @@ def _choose_layers(
     if not chosen and not building.broken:
         source = building.checkpoint.root.name
         raise NothingToConvertError(
-            f"nothing to convert: {source}: no quantized experts of {family.name}; "
-            + "; ".join(building.notes)
+            f"nothing to convert: {source}: no quantized experts of {family.name}; " + "; ".join(building.notes)
         )
     return chosen
+
+
+def _check_numbers(building: _Building, names: Sequence[ExpertName]) -> None:
+    """A number belongs to one layer; two names for it are two copies, of which one would be wrong."""
+    seen: dict[int, str] = {}
+    for name in names:
+        other = seen.setdefault(name.layer, name.layer_name)
+        if other != name.layer_name:
+            expected = f"one MoE layer of number {name.layer}"
+            building.broken.append(Problem(name.layer_name, expected, f"also {other}"))
+
+
+def _check_predicted(building: _Building, names: Sequence[ExpertName], last: int) -> None:
+    """Layers from num_hidden_layers on are for token prediction, in families that have it; others lose them."""
+    family, told = building.family, building.config.get("num_nextn_predict_layers")
+    most = last if not family.predicts_tokens else last + told if type(told) is int else None
+    for name in names:
+        if most is not None and name.layer >= most:
+            expected = f"layers below {most}, as config.json says"
+            building.broken.append(Problem(name.layer_name, expected, f"layer {name.layer}"))
+
+
+def _unknown_place(family: Family, names: Sequence[str]) -> Problem:
+    """For experts that are there, but not where the family has them: no shard is missing."""
+    places = " or ".join(
+        f"{prefix}layers.N.{parent}.experts" for prefix in family.prefixes for parent in family.parents
+    )
+    found = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    return Problem(
+        found, f"experts of {family.name} under {places}", "them under another name", "this prefix is not supported yet"
+    )
 
 
 def _plan_layer(building: _Building, layer: LayerTensors, method: str) -> LayerPlan | None:
@@ -199,6 +193,8 @@ def _plan_layer(building: _Building, layer: LayerTensors, method: str) -> LayerP
     experts = count_experts(layer, told, building.broken)
     if experts == 0:
         return None
+    building.counts[name.layer_name] = experts
+    check_router(layer, experts, building.checkpoint.tensors, building.broken)
     context = Context(
         checkpoint=building.checkpoint,
         layer=layer,
@@ -254,6 +250,10 @@ def _check_sizes(building: _Building, layer: LayerPlan) -> None:
 
 def _raise_problems(building: _Building) -> None:
     """A broken checkpoint goes before an unsupported one: what it is can only be told once it is whole."""
+    checkpoint = building.checkpoint
+    if building.broken and checkpoint.index:
+        found = f"one of the files that {checkpoint.index} names"
+        raise CheckpointError([Problem(checkpoint.files[0].name, "a whole checkpoint", found, "give the folder")])
     if building.broken:
         raise CheckpointError([*building.broken, *building.unsupported])
     if building.unsupported:

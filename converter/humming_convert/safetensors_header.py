@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from humming_loader.dtypes import SAFETENSORS_DTYPES
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _POSITION = attrgetter("offset", "nbytes")
 _BITS: Mapping[str, int] = {code: info.bits for code, info in SAFETENSORS_DTYPES.items()}
 
@@ -57,15 +59,13 @@ class FileHeader:
 
 def read_header(path: Path, name: str) -> FileHeader:
     """The header of the file at `path`, `name` in messages. Raises CheckpointError for the first fault."""
-    state = _regular_file(path, name)
+    state = require_regular(path, name)
     with path.open("rb") as file:
         size = state.st_size
         text = _header_bytes(file.read(8), size, name)
         raw = file.read(text)
     if len(raw) != text:
-        raise _fault(
-            name, f"a header of {text} bytes", f"{len(raw)} bytes", "the file is truncated: fetch it again"
-        )
+        raise _fault(name, f"a header of {text} bytes", f"{len(raw)} bytes", "the file is truncated: fetch it again")
     entries = _parse_json(raw, name)
     metadata = _parse_metadata(entries.pop("__metadata__", {}), name)
     tensors = _parse_entries(entries, name, 8 + text, size)
@@ -89,12 +89,24 @@ def _fault(where: str, expected: str, found: str, hint: str = "") -> CheckpointE
     return CheckpointError([Problem(where, expected, found, hint)])
 
 
-def _regular_file(path: Path, name: str) -> os.stat_result:
-    """Links are followed (the hub's cache is made of them), but what they lead to must be a plain file."""
+def is_text(name: str) -> bool:
+    """Whether a name can be written down: no NUL, and no half of a surrogate pair, which JSON may hold."""
+    return "\0" not in name and (name.isascii() or not _SURROGATE.search(name))
+
+
+def require_regular(path: Path, name: str) -> os.stat_result:
+    """The state of the file. Raises CheckpointError for what is none, `name` in messages.
+
+    Links are followed (the hub's cache is made of them), but what they lead to must be a plain file.
+    """
     try:
         state = path.stat()
     except FileNotFoundError:
-        raise _fault(name, "a file", "none", "fetch the missing shard") from None
+        if path.is_symlink():
+            raise _fault(name, "a regular file", "a link to nothing") from None
+        raise _fault(
+            name, "a file", "none", "fetch the missing shard" if name.endswith(".safetensors") else ""
+        ) from None
     except OSError as error:
         raise _fault(name, "a readable file", error.strerror or str(error)) from None
     if not stat.S_ISREG(state.st_mode):
@@ -131,9 +143,7 @@ def _parse_json(raw: bytes, name: str) -> dict[str, Any]:
         raise _fault(name, "a JSON header of two levels", "one nested too deeply to read") from None
     except ValueError as error:
         # UnicodeDecodeError and JSONDecodeError are both ValueErrors.
-        raise _fault(
-            name, "a JSON header", f"one that cannot be read ({error})", "fetch the file again"
-        ) from None
+        raise _fault(name, "a JSON header", f"one that cannot be read ({error})", "fetch the file again") from None
     if not isinstance(entries, dict):
         raise _fault(name, "a JSON object as header", f"a {type(entries).__name__}")
     return entries
@@ -157,9 +167,7 @@ def _parse_entries(entries: dict[str, Any], file: str, base: int, size: int) -> 
         position += tensor.nbytes
     if position != size:
         is_short = position > size
-        hint = (
-            "the file is truncated: fetch it again" if is_short else "the file has bytes that no tensor owns"
-        )
+        hint = "the file is truncated: fetch it again" if is_short else "the file has bytes that no tensor owns"
         raise _fault(file, f"{position} bytes, as its header says", f"{size} bytes", hint)
     return tuple(tensors)
 
@@ -174,6 +182,7 @@ def _parse_entry(name: str, entry: dict[str, Any], file: str, base: int) -> Tens
         for extent in shape:
             is_sound = is_sound and type(extent) is int and extent >= 0
             size *= extent
+        is_sound = is_sound and is_text(name)
         if not is_sound or not 0 <= begin <= end or size != (end - begin) * 8:
             raise _explain(name, entry, file)
     except (KeyError, TypeError, ValueError):
@@ -184,6 +193,8 @@ def _parse_entry(name: str, entry: dict[str, Any], file: str, base: int) -> Tens
 def _explain(name: str, entry: object, file: str) -> CheckpointError:
     """What is wrong with an entry that is not sound."""
     where = f"{file}: tensor {name}"
+    if not is_text(name):
+        return _fault(file, "names of tensors", f"{name[:80]!a}")
     if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
         found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
         return _fault(where, "dtype, shape and data_offsets", f"{found}")

@@ -19,8 +19,10 @@ from humming_convert.safetensors_header import (
     FileHeader,
     SourceFile,
     TensorHeader,
+    is_text,
     read_header,
     refuse_duplicates,
+    require_regular,
 )
 
 __all__ = ["Checkpoint", "Payload", "SourceFile", "TensorHeader", "is_unchanged", "open_checkpoint"]
@@ -37,7 +39,9 @@ class Checkpoint:
 
     `tensors` are in file order, `quantization` is the section that counts and `quantization_origin` where it
     was found; `side_files` are the other files worth keeping (tokenizer, generation config, ...); `metadata`
-    maps a weight file to its `__metadata__`.
+    maps a weight file to its `__metadata__`. `left_out` are entries of the folder that nothing here reads or
+    copies (folders, links to nowhere, weights in other formats); `index` is the name of an index beside a bare
+    file that says that the file is one of several.
     """
 
     root: Path
@@ -49,6 +53,8 @@ class Checkpoint:
     quantization_origin: str
     side_files: tuple[str, ...]
     metadata: Mapping[str, Mapping[str, str]]
+    left_out: tuple[str, ...] = ()
+    index: str = ""
 
 
 def open_checkpoint(path: Path, quant_config: Path | None = None) -> Checkpoint:
@@ -71,7 +77,7 @@ def open_checkpoint(path: Path, quant_config: Path | None = None) -> Checkpoint:
         problems += _compare_index(index, tensors)
     if problems:
         raise CheckpointError(problems)
-    config = _read_json(root / "config.json") if (root / "config.json").is_file() else None
+    config = _read_json(root / "config.json", "config.json") if _is_there(root, "config.json") else None
     quantization, origin = _find_quantization(root, config, quant_config)
     return Checkpoint(
         root=root,
@@ -83,6 +89,8 @@ def open_checkpoint(path: Path, quant_config: Path | None = None) -> Checkpoint:
         quantization_origin=origin,
         side_files=() if is_single_file else _side_files(root),
         metadata={header.file.name: header.metadata for header in headers},
+        left_out=() if is_single_file else _left_out(root, names),
+        index=_index_naming(path) if is_single_file else "",
     )
 
 
@@ -106,14 +114,12 @@ def _list_weight_files(root: Path) -> tuple[tuple[str, ...], dict[str, str] | No
     if len(indexes) > 1 and DEFAULT_INDEX not in indexes:
         raise CheckpointError([Problem(str(root), "one index", ", ".join(indexes), "move the others away")])
     index_name = DEFAULT_INDEX if DEFAULT_INDEX in indexes else indexes[0]
-    weight_map = _weight_map(_read_json(root / index_name), index_name)
+    weight_map = _weight_map(_read_json(root / index_name, index_name), index_name)
     names = sorted(set(weight_map.values()))
     strays = [name for name in present if name not in names]
     if strays:
         hint = f"move away what is not part of the model, or fetch the {index_name} that belongs to it"
-        raise CheckpointError(
-            [Problem(name, f"to be named by {index_name}", "no entry", hint) for name in strays]
-        )
+        raise CheckpointError([Problem(name, f"to be named by {index_name}", "no entry", hint) for name in strays])
     return tuple(names), weight_map
 
 
@@ -121,14 +127,23 @@ def _weight_map(index: dict[str, Any], index_name: str) -> dict[str, str]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError([Problem(index_name, "a weight_map", f"{str(weight_map)[:80]}")])
-    problems = []
-    for file in sorted({str(file) for file in weight_map.values()}):
-        parts = PurePosixPath(file).parts
-        if not file.endswith(".safetensors") or file.startswith("/") or ".." in parts or "\\" in file:
-            problems.append(Problem(index_name, "names of .safetensors files inside the folder", repr(file)))
+    plain = {file: _plain_name(file) for file in weight_map.values() if isinstance(file, str)}
+    odd = [file for file in weight_map.values() if not isinstance(file, str)][:1]
+    odd += [file for file, name in plain.items() if name is None]
+    expected = "names of .safetensors files inside the folder"
+    problems = [Problem(index_name, expected, f"{str(file)[:80]!a}") for file in odd]
+    problems += [Problem(index_name, "names of tensors", f"{name[:80]!a}") for name in weight_map if not is_text(name)]
     if problems:
         raise CheckpointError(problems)
-    return weight_map
+    return {name: str(plain[file]) for name, file in weight_map.items()}
+
+
+def _plain_name(file: str) -> str | None:
+    """The name of a file inside the folder without `./` and the like, None for everything else."""
+    if not file.endswith(".safetensors") or not is_text(file) or "\\" in file:
+        return None
+    path = PurePosixPath(file)
+    return None if path.is_absolute() or ".." in path.parts else str(path)
 
 
 def _read_headers(root: Path, names: tuple[str, ...], problems: list[Problem]) -> list[FileHeader]:
@@ -147,9 +162,7 @@ def _merge(headers: list[FileHeader], problems: list[Problem]) -> dict[str, Tens
         for tensor in header.tensors:
             other = tensors.setdefault(tensor.name, tensor)
             if other is not tensor:
-                hint = (
-                    "they belong to different checkpoints, or each holds a slice of it, which cannot be told"
-                )
+                hint = "they belong to different checkpoints, or each holds a slice of it, which cannot be told"
                 found = f"it in {other.file} and in {tensor.file}"
                 problems.append(Problem(f"tensor {tensor.name}", "it in one file", found, hint))
     return tensors
@@ -166,23 +179,31 @@ def _compare_index(weight_map: dict[str, str], tensors: dict[str, TensorHeader])
             problems.append(Problem(f"tensor {name}", f"it in {file}, as the index says", found))
     for name, tensor in tensors.items():
         if name not in weight_map:
-            problems.append(
-                Problem(f"tensor {name}", "an entry of the index", f"none, but it is in {tensor.file}")
-            )
+            problems.append(Problem(f"tensor {name}", "an entry of the index", f"none, but it is in {tensor.file}"))
     return problems
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _is_there(root: Path, name: str) -> bool:
+    """Whether the folder has a file of this name. Raises CheckpointError for one that is no regular file."""
+    path = root / name
+    if not os.path.lexists(path):
+        return False
+    require_regular(path, name)
+    return True
+
+
+def _read_json(path: Path, where: str) -> dict[str, Any]:
+    require_regular(path, where)
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
     except OSError as error:
-        raise CheckpointError([Problem(path.name, "a readable file", error.strerror or str(error))]) from None
+        raise CheckpointError([Problem(where, "a readable file", error.strerror or str(error))]) from None
     except RecursionError:
-        raise CheckpointError([Problem(path.name, "JSON", "JSON nested too deeply to read")]) from None
+        raise CheckpointError([Problem(where, "JSON", "JSON nested too deeply to read")]) from None
     except ValueError as error:
-        raise CheckpointError([Problem(path.name, "JSON", f"text that cannot be read ({error})")]) from None
+        raise CheckpointError([Problem(where, "JSON", f"text that cannot be read ({error})")]) from None
     if not isinstance(content, dict):
-        raise CheckpointError([Problem(path.name, "a JSON object", f"a {type(content).__name__}")])
+        raise CheckpointError([Problem(where, "a JSON object", f"a {type(content).__name__}")])
     return content
 
 
@@ -190,12 +211,38 @@ def _find_quantization(
     root: Path, config: dict[str, Any] | None, quant_config: Path | None
 ) -> tuple[dict[str, Any] | None, str]:
     if quant_config is not None:
-        return hf_config.from_quant_file(_read_json(quant_config)), str(quant_config.name)
+        where = str(quant_config)
+        return hf_config.from_quant_file(_read_json(quant_config, where), where=where), where
     found = hf_config.section_of(config)[0] if config is not None else None
-    names = (
-        () if found is not None else [name for name, _ in hf_config.QUANT_FILES if (root / name).is_file()]
-    )
-    return hf_config.find_quantization(config, {name: _read_json(root / name) for name in names})
+    names = () if found is not None else [name for name, _ in hf_config.QUANT_FILES if _is_there(root, name)]
+    return hf_config.find_quantization(config, {name: _read_json(root / name, name) for name in names})
+
+
+def _index_naming(path: Path) -> str:
+    """The index beside a bare file that names it among others, "" without one."""
+    for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}")):
+        try:
+            files = set(_weight_map(_read_json(index, index.name), index.name).values())
+        except CheckpointError:
+            # A damaged index beside the file is no fault of the file.
+            continue
+        if path.name in files and len(files) > 1:
+            return index.name
+    return ""
+
+
+def _left_out(root: Path, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Entries that stay behind, folders with a slash; hidden ones (.cache, .git) are nobody's model."""
+    used = {PurePosixPath(name).parts[0] for name in names}
+    found = []
+    for entry in sorted(root.iterdir()):
+        if entry.name.startswith(".") or entry.name in used:
+            continue
+        if entry.is_dir():
+            found.append(f"{entry.name}/")
+        elif not entry.is_file() or entry.suffix in _WEIGHT_SUFFIXES:
+            found.append(entry.name)
+    return tuple(found)
 
 
 def _side_files(root: Path) -> tuple[str, ...]:

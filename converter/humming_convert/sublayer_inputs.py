@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from humming_convert.errors import Problem, UnsupportedError
+from humming_convert.errors import Problem, UnsupportedError, is_out_of_memory
 from humming_convert.host.foreign import Foreign
 from humming_convert.target import Target
 
@@ -60,17 +60,13 @@ def explained(facts: Facts) -> Iterator[None]:
         reason = str(error) or f"not ({frame.line})"
         raise UnsupportedError([Problem(str(facts), "what Humming's conversion takes", reason)]) from error
     except (RuntimeError, IndexError, ZeroDivisionError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0]
-        raise UnsupportedError(
-            [Problem(str(facts), "a shape that Humming's conversion takes", reason)]
-        ) from error
+        raise UnsupportedError([Problem(str(facts), "a shape that Humming's conversion takes", reason)]) from error
 
 
-def attributes(
-    facts: Facts, param_dtype: torch.dtype, has_bias: bool, stacks: int
-) -> dict[str, dict[str, Foreign]]:
+def attributes(facts: Facts, param_dtype: torch.dtype, has_bias: bool, stacks: int) -> dict[str, dict[str, Foreign]]:
     """Shape and dtype of every tensor that the schema wants.
 
     Raises UnsupportedError for a shape that it does not divide.
@@ -97,9 +93,7 @@ def _check_divides(facts: Facts) -> None:
     is_asymmetric = getattr(schema, "zero_point", False) or not getattr(schema, "symmetric", True)
     problems = []
     if facts.n % rows:
-        problems.append(
-            Problem(f"{facts}", f"N a multiple of the {rows} rows that share a scale", f"N {facts.n}")
-        )
+        problems.append(Problem(f"{facts}", f"N a multiple of the {rows} rows that share a scale", f"N {facts.n}"))
     if columns > 0 and facts.k % columns:
         problems.append(Problem(f"{facts}", f"K a multiple of the group size {columns}", f"K {facts.k}"))
     if is_asymmetric and facts.n * bits % 32:
@@ -134,9 +128,7 @@ def checked_small(
         tensor, dtype = small.get(key), attr["dtype"]
         if tensor is None:
             if key not in OPTIONAL:
-                problems.append(
-                    Problem(f"{facts}: {key}", f"{tuple(attr['shape'])} {dtype}", "no such tensor")
-                )
+                problems.append(Problem(f"{facts}: {key}", f"{tuple(attr['shape'])} {dtype}", "no such tensor"))
             continue
         if _SAME_BYTES.get(tensor.dtype) == dtype:
             tensor = tensor.view(dtype)
@@ -147,9 +139,7 @@ def checked_small(
                 dtype = torch.float32
             tensor = tensor.to(dtype)
         # One scale per expert may stand for all its projections.
-        shapes = (
-            (tuple(attr["shape"]), (facts.experts,)) if len(attr["shape"]) == 2 else (tuple(attr["shape"]),)
-        )
+        shapes = (tuple(attr["shape"]), (facts.experts,)) if len(attr["shape"]) == 2 else (tuple(attr["shape"]),)
         if (tuple(tensor.shape) not in shapes and key not in OPTIONAL) or tensor.dtype != dtype:
             found = f"{tuple(tensor.shape)} {tensor.dtype}"
             problems.append(Problem(f"{facts}: {key}", f"{tuple(attr['shape'])} {dtype}", found))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from humming_convert.errors import Problem
 from humming_convert.formats import detect
-from humming_convert.formats.base import Accepted, Facts, Refused, Rule, Sublayer
+from humming_convert.formats.base import Accepted, Facts, Refused, Rule, Sublayer, is_scalar
 from humming_convert.layer_index import FUSED_SUBLAYERS, SUBLAYERS, LayerTensors
 from humming_convert.plan import Part, StackedTensor, SublayerPlan
 from humming_convert.source import Checkpoint, TensorHeader
@@ -123,7 +123,8 @@ def _check_expert(
             )
             continue
         common = facts[parameter]
-        if header.dtype != common.dtype or header.shape != common.shape:
+        is_same_form = header.shape == common.shape or (is_scalar(header.shape) and is_scalar(common.shape))
+        if header.dtype != common.dtype or not is_same_form:
             expected = f"{common.dtype} {list(common.shape)}, as most experts have it"
             yield Problem(f"tensor {header.name}", expected, f"{header.dtype} {list(header.shape)}")
 

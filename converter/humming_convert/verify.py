@@ -44,8 +44,16 @@ class VerifyReport:
         return "\n".join(lines)
 
 
-def verify(out: Path, source: Path | None = None, *, progress: ByteProgress | None = None) -> VerifyReport:
+def verify(
+    out: Path,
+    source: Path | None = None,
+    *,
+    quant_config: Path | None = None,
+    progress: ByteProgress | None = None,
+) -> VerifyReport:
     """Check the output folder `out`; with `source`, also hold every value against the checkpoint.
+
+    `quant_config` is the file that the conversion was given in place of the checkpoint's own section, if any.
 
     Raises VerificationError with every problem found, and CheckpointError or UnsupportedError when `source`
     itself cannot be read.
@@ -61,7 +69,7 @@ def verify(out: Path, source: Path | None = None, *, progress: ByteProgress | No
         raise VerificationError(problems)
     compared = None
     if source is not None:
-        checkpoint, plan = open_source(out, source, manifest)
+        checkpoint, plan = open_source(out, source, manifest, quant_config)
         with Payload(checkpoint) as payload:
             sides = Sides(
                 out=out,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from humming_convert.decode import parse_layout
 from humming_convert.errors import Problem, VerificationError
+from humming_convert.files import open_regular, read_regular
 from humming_convert.passthrough import INDEX_FILE
 from humming_convert.progress import ByteProgress
 from humming_loader.dtypes import tensor_nbytes
@@ -26,14 +27,12 @@ def read_manifest(out: Path) -> Manifest:
     """The manifest of `out`. Raises VerificationError when there is none, or none that this version reads."""
     path = out / MANIFEST_FILE
     try:
-        return from_json(path.read_bytes())
+        return from_json(read_regular(path))
     except OSError as error:
         hint = "the conversion did not finish, or this is no output of humming-convert"
-        raise VerificationError(
-            [Problem(MANIFEST_FILE, "a manifest", error.strerror or "none", hint)]
-        ) from error
+        raise VerificationError([Problem(str(path), "a manifest", error.strerror or "none", hint)]) from error
     except ManifestError as error:
-        where = f"{MANIFEST_FILE}: {error.field}"
+        where = f"{path}: {error.field}"
         raise VerificationError([Problem(where, error.expected, error.found)]) from error
 
 
@@ -47,7 +46,7 @@ def check_output(out: Path, manifest: Manifest, progress: ByteProgress | None) -
     problems += _check_passthrough(out, manifest)
     for layer_name, layer in manifest.layers.items():
         for key, sublayer in layer.sublayers.items():
-            problems += _check_complete(f"{layer_name} {key}", layer, sublayer)
+            problems += _check_complete(f"{layer_name} {key}", layer, sublayer, manifest)
     return problems
 
 
@@ -90,7 +89,7 @@ def _unlisted(out: Path, manifest: Manifest) -> Iterator[Problem]:
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
         is_part = name.startswith("humming/") or name.endswith((".safetensors", ".safetensors.index.json"))
-        if path.is_file() and is_part and name not in listed:
+        if is_part and name not in listed and (path.is_symlink() or not path.is_dir()):
             yield Problem(name, "only files that the manifest lists", "a file", "remove it")
 
 
@@ -102,11 +101,9 @@ def _check_experts_file(
         with ExpertsFile(out / name) as opened:
             extra = sorted(set(opened.tensors) - {tensor.name for tensor in tensors})
             problems += [
-                Problem(f"{name}: tensor {one}", "to be in the manifest", "it only in the file")
-                for one in extra
+                Problem(f"{name}: tensor {one}", "to be in the manifest", "it only in the file") for one in extra
             ]
-            told = opened.layers()
-            problems += _compare_layers(name, told, manifest)
+            problems += _compare_layers(name, opened.layers(), manifest)
             for tensor in tensors:
                 problems += _check_tensor(opened, tensor, progress)
     except LoaderError as error:
@@ -115,14 +112,20 @@ def _check_experts_file(
 
 
 def _compare_layers(name: str, told: Mapping[str, LayerEntry], manifest: Manifest) -> Iterator[Problem]:
-    for layer_name, entry in told.items():
-        if manifest.layers.get(layer_name) != entry:
+    """What the file says of its own layers is what the manifest says of the layers in that file."""
+    wanted = {key: layer for key, layer in manifest.layers.items() if name in _files_of(layer)}
+    for layer_name in sorted(told.keys() | wanted.keys()):
+        if layer_name not in told:
+            yield Problem(f"{name}: {layer_name}", "the manifest's entry for it", "none in the file")
+        elif wanted.get(layer_name) != told[layer_name]:
             yield Problem(f"{name}: {layer_name}", "the manifest's entry for it", "another one in the file")
 
 
-def _check_tensor(
-    opened: ExpertsFile, tensor: TensorEntry, progress: ByteProgress | None
-) -> Iterator[Problem]:
+def _files_of(layer: LayerEntry) -> set[str]:
+    return {tensor.file for sublayer in layer.sublayers.values() for tensor in sublayer.tensors.values()}
+
+
+def _check_tensor(opened: ExpertsFile, tensor: TensorEntry, progress: ByteProgress | None) -> Iterator[Problem]:
     try:
         stored = opened.check(tensor)
         digest = hashlib.sha256()
@@ -134,9 +137,7 @@ def _check_tensor(
             if progress is not None:
                 progress.advance(piece.nbytes)
         if digest.hexdigest() != tensor.sha256:
-            yield Problem(
-                f"{tensor.file}: tensor {tensor.name}", f"sha256 {tensor.sha256}", digest.hexdigest()
-            )
+            yield Problem(f"{tensor.file}: tensor {tensor.name}", f"sha256 {tensor.sha256}", digest.hexdigest())
     except LoaderError as error:
         yield _as_problem(tensor.file, error)
 
@@ -144,7 +145,7 @@ def _check_tensor(
 def _check_file(out: Path, entry: FileEntry, progress: ByteProgress | None) -> Iterator[Problem]:
     digest = hashlib.sha256()
     try:
-        with (out / entry.name).open("rb") as opened:
+        with open_regular(out / entry.name) as opened:
             size = os.fstat(opened.fileno()).st_size
             if size != entry.size:
                 yield Problem(entry.name, f"{entry.size} bytes", f"{size}")
@@ -178,7 +179,7 @@ def _check_passthrough(out: Path, manifest: Manifest) -> Iterator[Problem]:
         yield Problem("passthrough", wanted, f"{len(found)} of {nbytes} bytes")
     if INDEX_FILE in listed:
         try:
-            index = json.loads((out / INDEX_FILE).read_bytes())
+            index = json.loads(read_regular(out / INDEX_FILE))
         except (OSError, ValueError) as error:
             yield Problem(INDEX_FILE, "a readable index", str(error))
             return
@@ -186,8 +187,9 @@ def _check_passthrough(out: Path, manifest: Manifest) -> Iterator[Problem]:
             yield Problem(INDEX_FILE, "the tensors that the files hold", "another weight_map")
 
 
-def _check_complete(where: str, layer: LayerEntry, sublayer: SublayerEntry) -> list[Problem]:
-    """Every tensor that the layout needs is there, and the weight has as many bits as the layout says."""
+def _check_complete(where: str, layer: LayerEntry, sublayer: SublayerEntry, manifest: Manifest) -> list[Problem]:
+    """Every tensor that the layout needs is there, the weight has as many bits as the layout says, and the layout
+    is for the manifest's target and dtype."""
     try:
         layout = parse_layout(sublayer.layer_config, sublayer.fingerprint.flags)
     except VerificationError as error:
@@ -204,6 +206,10 @@ def _check_complete(where: str, layer: LayerEntry, sublayer: SublayerEntry) -> l
     if (layout.logical_n, layout.logical_k) != logical:
         found_shape = f"{[layout.logical_n, layout.logical_k]} in layer_config"
         problems.append(Problem(where, f"one expert of shape {list(logical)}", found_shape))
+    made_for = (layout.sm, layout.result.name)
+    if made_for != (manifest.target.sm, manifest.param_dtype):
+        expected = f"sm{manifest.target.sm} and {manifest.param_dtype}, as the manifest says"
+        problems.append(Problem(where, expected, f"sm{made_for[0]} and {made_for[1]} in layer_config"))
     shape = sublayer.tensors["weight"].shape
     bits = layout.shape_n * layout.shape_k * layout.weight.bits
     words = 1

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from humming_convert.decode import parse_layout
 from humming_convert.errors import Problem, VerificationError
+from humming_convert.files import read_regular
 from humming_convert.plan import ConversionPlan, LayerPlan, StackedTensor, SublayerPlan
 from humming_convert.plan_build import build_plan
 from humming_convert.source import Checkpoint, open_checkpoint
@@ -20,6 +21,8 @@ from humming_convert.verify_output import BUFFER_BYTES, passthrough_tensors
 from humming_convert.verify_sublayer import Sides, SublayerComparison
 from humming_loader.entries import LayerEntry, Manifest
 from humming_loader.reader import ExpertsFile
+
+CONFIG_FILE = "config.json"
 
 
 @dataclass(slots=True)
@@ -37,25 +40,25 @@ class SourceReport:
         return self.claimed + self.unused + self.passed
 
 
-def open_source(out: Path, source: Path, manifest: Manifest) -> tuple[Checkpoint, ConversionPlan]:
+def open_source(
+    out: Path, source: Path, manifest: Manifest, quant_config: Path | None
+) -> tuple[Checkpoint, ConversionPlan]:
     """The source and its plan under the output's own options. Raises CheckpointError and UnsupportedError.
 
-    The quantization section is the one kept in the output's config.json, which --quant-config may have given.
+    Without `quant_config` the quantization section is the one kept in the output's config.json, which
+    --quant-config may have given. The output of a bare file keeps none.
     """
-    checkpoint = open_checkpoint(source)
-    kept = _kept_quantization(out)
+    checkpoint = open_checkpoint(source, quant_config)
+    kept = _kept_quantization(out) if quant_config is None else None
     if kept:
         checkpoint = replace(checkpoint, quantization=kept)
     return checkpoint, build_plan(checkpoint, activation=manifest.activation, dtype=manifest.param_dtype)
 
 
 def _kept_quantization(out: Path) -> dict[str, object] | None:
-    path = out / "config.json"
-    if not path.is_file():
-        return None
     try:
-        document = json.loads(path.read_bytes())
-    except ValueError:
+        document = json.loads(read_regular(out / CONFIG_FILE))
+    except (OSError, ValueError):
         return None
     section = document.get("quantization_config") if isinstance(document, dict) else None
     kept = section.get("source") if isinstance(section, dict) else None
@@ -91,9 +94,7 @@ class SourceComparison:
 
     def _account(self, report: SourceReport) -> Iterator[Problem]:
         """Every tensor of the source is claimed, unused or passed through, and only one of them."""
-        claimed = {
-            part.source for one in self._sublayers() for tensor in _all_tensors(one) for part in tensor.parts
-        }
+        claimed = {part.source for one in self._sublayers() for tensor in _all_tensors(one) for part in tensor.parts}
         unused = {name for one in self._sublayers() for name in one.unused}
         passed = set(self.plan.passthrough)
         headers = self.sides.checkpoint.tensors

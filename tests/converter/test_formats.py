@@ -59,8 +59,8 @@ class TestFp8Tensor:
 
         text = first(refusal(tmp_path, UnsupportedError, format="fp8_tensor", edit=edit))
         assert text.startswith(
-            f"{W13} and 3 more: expected a supported checkpoint format, found weight F8_E4M3 [256, 256]; "
-            "not fp8-tensor: there is no weight F8_E4M3 with weight_scale"
+            f"{W13} and 3 more: expected weight_scale_inv or weight_scale beside weight F8_E4M3, "
+            "found weight F8_E4M3 [256, 256]; fetch the missing shards, or quantize again"
         )
 
     def test_a_scale_under_another_name_is_never_overlooked(self, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ class TestFp8Block:
             config["quantization_config"]["weight_block_size"] = block
 
         text = refusal(tmp_path, CheckpointError, format="fp8_block", edit=edit)
-        assert f"expected a block size [rows, columns] in the quantization config, found {block};" in first(
+        assert f"expected a block size [rows, columns] in the quantization config, found {block!r};" in first(
             text
         )
 
@@ -223,7 +223,9 @@ class TestAwq:
                 del tensors[name]
 
         text = refusal(tmp_path, CheckpointError, format="awq", edit=edit)
-        assert first(text).startswith(f"{W13}: expected qzeros, as zero_point true says, found qweight I32")
+        assert first(text).startswith(
+            f"{W13}: expected {EXPERTS}.0.gate_proj.qzeros, as zero_point true says, found qweight I32"
+        )
 
     def test_small_groups(self, tmp_path: Path) -> None:
         text = refusal(tmp_path, UnsupportedError, format="awq", group_size=8)
@@ -520,7 +522,7 @@ class TestOtherCompressedTensors:
         rule = next(tensor for tensor in w13.tensors if tensor.name == "weight_global_scale")
         assert rule.shape == (4, 2)
         assert [part.source.split(".")[-2] for part in rule.parts[:2]] == ["gate_proj", "up_proj"]
-        assert rule.check == "positive"
+        assert rule.check == "positive,reciprocal,unequal_reciprocal_finite_bfloat16"
 
     @pytest.mark.parametrize(("form", "group"), [("ct_nvfp4", 32), ("ct_mxfp4", 16)])
     def test_four_bit_floats_have_one_group_size(self, tmp_path: Path, form: str, group: int) -> None:

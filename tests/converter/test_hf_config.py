@@ -48,7 +48,5 @@ def test_a_section_from_another_file_is_written_into_the_config() -> None:
         ({"bits": 4}, "", {"bits": 4}),
     ],
 )
-def test_a_section_in_a_file_of_its_own(
-    content: dict[str, Any], method: str, expected: dict[str, Any]
-) -> None:
+def test_a_section_in_a_file_of_its_own(content: dict[str, Any], method: str, expected: dict[str, Any]) -> None:
     assert from_quant_file(content, method) == expected

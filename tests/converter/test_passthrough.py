@@ -153,6 +153,4 @@ def test_side_file_that_is_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     with pytest.raises(CheckpointError) as caught:
         copy_side_files(tmp_path, ["pipe.json"], tmp_path / "out")
-    assert str(caught.value) == (
-        f"{tmp_path}/pipe.json: expected a regular file, found something else or nothing"
-    )
+    assert str(caught.value) == (f"{tmp_path}/pipe.json: expected a readable file, found not a regular file")

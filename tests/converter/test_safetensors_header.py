@@ -155,9 +155,7 @@ def test_a_bad_entry(tmp_path: Path, bad: dict[str, object], expected: str) -> N
         ((4, 8), 9, "; the file has bytes that no tensor owns"),
     ],
 )
-def test_ranges_must_tile_the_file(
-    tmp_path: Path, second: tuple[int, int], payload: int, expected: str
-) -> None:
+def test_ranges_must_tile_the_file(tmp_path: Path, second: tuple[int, int], payload: int, expected: str) -> None:
     path = write(tmp_path / "f", {"a": entry(), "b": entry(offsets=second)}, b"\0" * payload)
     assert expected in fault(path)
 
@@ -166,8 +164,7 @@ def test_a_truncated_payload_says_to_fetch_again(tmp_path: Path) -> None:
     path = write(tmp_path / "f", {"a": entry()}, b"\0\0")
     size = path.stat().st_size
     assert fault(path) == (
-        f"f: expected {size + 2} bytes, as its header says, found {size} bytes; "
-        "the file is truncated: fetch it again"
+        f"f: expected {size + 2} bytes, as its header says, found {size} bytes; the file is truncated: fetch it again"
     )
 
 
@@ -185,11 +182,7 @@ def test_no_bytes_whatsoever_escape_the_error_family(
 @settings(max_examples=300, deadline=None)
 @given(
     st.recursive(
-        st.none()
-        | st.booleans()
-        | st.integers(-(2**70), 2**70)
-        | st.text(max_size=4)
-        | st.floats(allow_nan=False),
+        st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=4) | st.floats(allow_nan=False),
         lambda inner: (
             st.lists(inner, max_size=4)
             | st.dictionaries(
@@ -199,9 +192,19 @@ def test_no_bytes_whatsoever_escape_the_error_family(
         max_leaves=12,
     )
 )
-def test_no_json_whatsoever_escapes_the_error_family(
-    tmp_path_factory: pytest.TempPathFactory, content: object
-) -> None:
+def test_no_json_whatsoever_escapes_the_error_family(tmp_path_factory: pytest.TempPathFactory, content: object) -> None:
     path = write(tmp_path_factory.getbasetemp() / "fuzz", content)
     with contextlib.suppress(CheckpointError):
         read_header(path, "f")
+
+
+@pytest.mark.parametrize("name", ["a\ud800", "a\0b"])
+def test_a_name_that_cannot_be_written_down(tmp_path: Path, name: str) -> None:
+    assert (
+        fault(write(tmp_path / "f", {name: entry()}, b"1234")) == f"f: expected names of tensors, found {name!a}"
+    )
+
+
+def test_names_in_any_script(tmp_path: Path) -> None:
+    header = read_header(write(tmp_path / "f", {"层.😀": entry()}, b"1234"), "f")
+    assert [tensor.name for tensor in header.tensors] == ["层.😀"]

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,9 +64,7 @@ def test_a_bare_file_takes_the_config_beside_it(tmp_path: Path) -> None:
 
 def test_metadata_is_kept_by_file(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "in.safetensors", small_tensors(), {"format": "pt", "who": "me"})
-    assert open_checkpoint(tmp_path / "in.safetensors").metadata == {
-        "in.safetensors": {"format": "pt", "who": "me"}
-    }
+    assert open_checkpoint(tmp_path / "in.safetensors").metadata == {"in.safetensors": {"format": "pt", "who": "me"}}
 
 
 def test_links_to_files_are_followed_as_in_the_hub_cache(tmp_path: Path) -> None:
@@ -134,7 +133,51 @@ def test_a_given_quant_config_replaces_the_checkpoints_own(tmp_path: Path) -> No
     given.write_text('{"quantization_config": {"quant_method": "awq"}}')
     checkpoint = open_checkpoint(path, given)
     assert checkpoint.quantization == {"quant_method": "awq"}
-    assert checkpoint.quantization_origin == "other.json"
+    assert checkpoint.quantization_origin == str(given)
+
+
+def test_an_index_may_write_its_names_with_a_dot(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "m", shards=2)
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"] = {name: f"./{shard}" for name, shard in index["weight_map"].items()}
+    file.write_text(json.dumps(index))
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [file.name for file in open_checkpoint(path).files] == names
+
+
+def test_what_stays_behind_is_told(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "m")
+    for name in ("original", ".cache"):
+        (path / name).mkdir()
+        (path / name / "params.json").write_text("{}")
+    (path / "pytorch_model.bin").write_bytes(b"x")
+    (path / "vocab.json").symlink_to(tmp_path / "gone")
+    os.mkfifo(path / "pipe")
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.left_out == ("original/", "pipe", "pytorch_model.bin", "vocab.json")
+    assert checkpoint.side_files == ("generation_config.json", "tokenizer.json")
+
+
+def test_a_folder_of_shards_is_not_left_out(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "m", shards=2)
+    (path / "sub").mkdir()
+    for shard in path.glob("model-*.safetensors"):
+        shard.rename(path / "sub" / shard.name)
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"] = {name: f"sub/{shard}" for name, shard in index["weight_map"].items()}
+    file.write_text(json.dumps(index))
+    assert open_checkpoint(path).left_out == ()
+
+
+def test_a_bare_file_knows_the_index_that_it_is_part_of(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "m", shards=2)
+    shard = path / "model-00001-of-00002.safetensors"
+    assert open_checkpoint(shard).index == "model.safetensors.index.json"
+    assert open_checkpoint(path).index == ""
+    (path / "model.safetensors.index.json").write_text("{")
+    assert open_checkpoint(shard).index == ""
 
 
 def test_genuine_shards_agree_with_their_index() -> None:
@@ -147,10 +190,7 @@ class TestRefusals:
     def test_nothing_there(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as error:
             open_checkpoint(tmp_path / "none")
-        assert (
-            text_of(error)
-            == f"{tmp_path}/none: expected a .safetensors file or a model folder, found nothing there"
-        )
+        assert text_of(error) == f"{tmp_path}/none: expected a .safetensors file or a model folder, found nothing there"
 
     def test_another_kind_of_file(self, tmp_path: Path) -> None:
         (tmp_path / "model.bin").write_bytes(b"x")
@@ -159,9 +199,7 @@ class TestRefusals:
         assert text_of(error).endswith("expected a .safetensors file or a model folder, found model.bin")
 
     def test_a_folder_without_weights(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            CheckpointError, match=r"found 0 \.safetensors files and no index; this is no safetensors"
-        ):
+        with pytest.raises(CheckpointError, match=r"found 0 \.safetensors files and no index; this is no safetensors"):
             open_checkpoint(tmp_path)
 
     def test_several_files_without_an_index(self, tmp_path: Path) -> None:
@@ -208,10 +246,8 @@ class TestRefusals:
         with pytest.raises(CheckpointError) as error:
             open_checkpoint(path)
         assert text_of(error).splitlines() == [
-            f"tensor {moved}: expected it in {index['weight_map'][moved]}, as the index says, "
-            f"found it in {held}",
-            "tensor ghost: expected it in model-00001-of-00002.safetensors, as the index says, "
-            "found it nowhere",
+            f"tensor {moved}: expected it in {index['weight_map'][moved]}, as the index says, found it in {held}",
+            "tensor ghost: expected it in model-00001-of-00002.safetensors, as the index says, found it nowhere",
             f"tensor {dropped}: expected an entry of the index, found none, but it is in {holder}",
         ]
 
@@ -227,16 +263,13 @@ class TestRefusals:
             "they belong to different checkpoints, or each holds a slice of it, which cannot be told"
         )
 
-    @pytest.mark.parametrize(
-        "entry", ["../out.safetensors", "/abs.safetensors", "a/../../b.safetensors", "x.bin"]
-    )
+    @pytest.mark.parametrize("entry", ["../out.safetensors", "/abs.safetensors", "a/../../b.safetensors", "x.bin"])
     def test_an_index_entry_that_leaves_the_folder(self, tmp_path: Path, entry: str) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": entry}}))
         with pytest.raises(CheckpointError) as error:
             open_checkpoint(tmp_path)
         assert text_of(error) == (
-            "model.safetensors.index.json: expected names of .safetensors files inside the folder, "
-            f"found {entry!r}"
+            f"model.safetensors.index.json: expected names of .safetensors files inside the folder, found {entry!r}"
         )
 
     @pytest.mark.parametrize(
@@ -256,6 +289,80 @@ class TestRefusals:
         with pytest.raises(CheckpointError) as error:
             open_checkpoint(path)
         assert text_of(error) == found
+
+    @pytest.mark.parametrize(
+        ("entry", "found"),
+        [
+            ({"a": "x\0y.safetensors"}, r"'x\x00y.safetensors'"),
+            ({"a": "\ud800.safetensors"}, r"'\ud800.safetensors'"),
+            ({"a": 5}, "'5'"),
+            ({"a": ["x.safetensors"]}, "\"['x.safetensors']\""),
+        ],
+    )
+    def test_an_index_entry_that_is_no_name(self, tmp_path: Path, entry: dict[str, Any], found: str) -> None:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": entry}))
+        with pytest.raises(CheckpointError) as error:
+            open_checkpoint(tmp_path)
+        assert text_of(error) == (
+            f"model.safetensors.index.json: expected names of .safetensors files inside the folder, found {found}"
+        )
+
+    def test_an_index_key_that_cannot_be_written_down(self, tmp_path: Path) -> None:
+        entry = {"weight_map": {"a\ud800": "model.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(entry))
+        with pytest.raises(CheckpointError) as error:
+            open_checkpoint(tmp_path)
+        assert text_of(error) == r"model.safetensors.index.json: expected names of tensors, found 'a\ud800'"
+
+    @pytest.mark.parametrize(
+        "name", ["config.json", "quantize_config.json", "hf_quant_config.json", "quant_config.json"]
+    )
+    @pytest.mark.parametrize(
+        ("kind", "found"), [("folder", "a folder"), ("pipe", "a named pipe"), ("link", "a link to nothing")]
+    )
+    def test_a_config_that_is_no_regular_file(self, tmp_path: Path, name: str, kind: str, found: str) -> None:
+        write_safetensors(tmp_path / "model.safetensors", small_tensors())
+        file = tmp_path / name
+        if kind == "folder":
+            file.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(file)
+        else:
+            file.symlink_to(tmp_path / "gone")
+        with pytest.raises(CheckpointError) as error:
+            open_checkpoint(tmp_path)
+        assert text_of(error) == f"{name}: expected a regular file, found {found}"
+
+    @pytest.mark.parametrize("section", [[1], "fp8", 5, False])
+    @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+    def test_a_quantization_section_that_is_no_object(self, tmp_path: Path, key: str, section: object) -> None:
+        def edit(tensors: Tensors, config: dict[str, Any]) -> None:
+            del config["quantization_config"]
+            config[key] = section
+
+        path = make_checkpoint(tmp_path / "m", edit=edit)
+        with pytest.raises(CheckpointError) as error:
+            open_checkpoint(path)
+        assert text_of(error) == f"config.json: {key}: expected a JSON object, found {str(section)!r}"
+
+    @pytest.mark.parametrize(
+        ("content", "found"),
+        [
+            (None, "expected a file, found none"),
+            ("[1]", "expected a JSON object, found a list"),
+            ("{", "expected JSON, found text that cannot be read (Expecting property"),
+        ],
+    )
+    def test_a_given_quant_config_is_named_as_it_was_given(
+        self, tmp_path: Path, content: str | None, found: str
+    ) -> None:
+        path = make_checkpoint(tmp_path / "m")
+        given = tmp_path / "other.json"
+        if content is not None:
+            given.write_text(content)
+        with pytest.raises(CheckpointError) as error:
+            open_checkpoint(path, given)
+        assert text_of(error).startswith(f"{given}: {found}")
 
     @pytest.mark.parametrize("kind", ["pipe", "folder"])
     def test_a_shard_that_is_no_regular_file(self, tmp_path: Path, kind: str) -> None:
@@ -340,9 +447,7 @@ class TestPayload:
         ):
             payload.read_into("a", memoryview(bytearray(24)))
 
-    def test_many_shards_and_threads_with_few_open_files(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_many_shards_and_threads_with_few_open_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(source_module, "_MAX_OPEN_FILES", 3)
         kept: Tensors = {}
         path = make_checkpoint(tmp_path / "m", shards=20, edit=lambda tensors, config: kept.update(tensors))

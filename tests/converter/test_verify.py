@@ -127,7 +127,7 @@ def test_no_manifest(out: Path) -> None:
     (out / "humming" / "manifest.json").unlink()
     assert problems_of(out) == [
         Problem(
-            "humming/manifest.json",
+            f"{out}/humming/manifest.json",
             "a manifest",
             "No such file or directory",
             "the conversion did not finish, or this is no output of humming-convert",
@@ -139,7 +139,7 @@ def test_manifest_that_is_not_strict(out: Path) -> None:
     manifest = manifest_of(out)
     manifest["extra"] = 1
     (out / "humming" / "manifest.json").write_text(json.dumps(manifest))
-    assert problems_of(out) == [Problem("humming/manifest.json: manifest", "no other keys", "extra")]
+    assert problems_of(out) == [Problem(f"{out}/humming/manifest.json: manifest", "no other keys", "extra")]
 
 
 def damage_weight(out: Path) -> None:
@@ -255,9 +255,7 @@ def test_another_passed_through_tensor_in_the_source(made: Path, tmp_path: Path)
         raw[begin + header["model.norm.weight"]["data_offsets"][0] + 3] ^= 1
 
     found = problems_of(made, edited_source(tmp_path, edit))
-    assert found == [
-        Problem("model.safetensors: tensor model.norm.weight", "the source's bytes", "another at 3")
-    ]
+    assert found == [Problem("model.safetensors: tensor model.norm.weight", "the source's bytes", "another at 3")]
 
 
 def test_another_weight_in_the_source(made: Path, tmp_path: Path) -> None:
@@ -289,9 +287,7 @@ def test_another_model_as_source(made: Path) -> None:
         verify(made, other)
 
 
-def test_the_comparison_does_not_depend_on_how_experts_are_sliced(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_comparison_does_not_depend_on_how_experts_are_sliced(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from humming_convert import verify_sublayer
 
     whole = verify(made, SOURCE)

@@ -328,7 +328,7 @@ class _Experts:
     def _mxfp4(self, n: int, k: int) -> dict[str, RawTensor]:
         return {
             "weight_packed": RawTensor("U8", self._codes((n, k // 2), 8)),
-            "weight_scale": RawTensor("U8", self._rng.integers(110, 126, (n, k // 32), dtype=np.uint8)),
+            "weight_scale": RawTensor("U8", self._rng.integers(114, 126, (n, k // 32), dtype=np.uint8)),
         }
 
     def _nvfp4(self, n: int, k: int) -> dict[str, RawTensor]:
@@ -385,7 +385,7 @@ class _Experts:
             shape = (sizes.experts, n, k // 32)
             tensors[f"{head}.{name}_blocks"] = RawTensor("U8", self._codes((*shape, 16), 8))
             tensors[f"{head}.{name}_scales"] = RawTensor(
-                "U8", self._rng.integers(110, 126, shape, dtype=np.uint8)
+                "U8", self._rng.integers(114, 126, shape, dtype=np.uint8)
             )
             tensors[f"{head}.{name}_bias"] = bf16(
                 self._rng.standard_normal((sizes.experts, n), dtype=np.float32)

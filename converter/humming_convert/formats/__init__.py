@@ -39,7 +39,7 @@ METHODS_TO_COME: tuple[str, ...] = ("gptq", "modelopt", "quark", "bitnet", "humm
 
 def detect(sublayer: Sublayer) -> Accepted | Refused:
     """The one format that `sublayer` is in, or why there is none, with what every format said."""
-    trace = []
+    told, others = [], []
     for candidate in FORMATS:
         try:
             answer = candidate.match(sublayer)
@@ -47,7 +47,34 @@ def detect(sublayer: Sublayer) -> Accepted | Refused:
             return refusal.refused
         if isinstance(answer, Accepted):
             return answer
-        if candidate.summary:
-            trace.append(f"{candidate.name}: {answer.reason}")
-    expected = "a supported checkpoint format"
-    return Refused(Problem(sublayer.where, expected, sublayer.describe(), "not " + "; not ".join(trace)))
+        if answer.reason.startswith("there is no "):
+            others.append(candidate.name)
+        elif candidate.summary:
+            told.append(f"not {candidate.name}: {answer.reason}")
+    expected = _likely(sublayer)
+    if expected is not None:
+        hint = "fetch the missing shards, or quantize again; under another name it is not known here"
+        return Refused(Problem(sublayer.where, expected, sublayer.describe(), hint))
+    hint = "; ".join([*told, f"none of {', '.join(others)}"] if others else told)
+    return Refused(Problem(sublayer.where, "a supported checkpoint format", sublayer.describe(), hint))
+
+
+# A weight and what must stand beside it, one of them at least.
+_COMPANIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("weight", "F8_E4M3", ("weight_scale_inv", "weight_scale")),
+    ("weight", "I8", ("weight_scale",)),
+    ("weight_packed", "I32", ("weight_scale",)),
+    ("weight_packed", "U8", ("weight_scale",)),
+    ("qweight", "I32", ("scales",)),
+)
+_WEIGHTS = ("weight", "weight_packed", "qweight", "blocks", "")
+
+
+def _likely(sublayer: Sublayer) -> str | None:
+    """What is missing from a sublayer that looks like a format but for one tensor."""
+    for weight, code, scales in _COMPANIONS:
+        if sublayer.has(**{weight: code}) and not sublayer.parameters.intersection(scales):
+            return f"{' or '.join(scales)} beside {weight} {code}"
+    if not sublayer.parameters.intersection(_WEIGHTS):
+        return "a weight beside its scales"
+    return None

@@ -42,20 +42,14 @@ class AwqGemm:
             if "qweight" in stack and "scales" in stack
         ]
         if len(shapes) != len(sublayer.stacks) or any(len(a) != 2 or len(b) != 2 for a, b in shapes):
-            raise broken(
-                sublayer, "qweight [K, N/8] and scales [G, N] in every projection", sublayer.describe()
-            )
+            raise broken(sublayer, "qweight [K, N/8] and scales [G, N] in every projection", sublayer.describe())
         if all(weight[1] == scale[1] for weight, scale in shapes):
             return Rejected("qweight is as wide as the scales, which is GPTQ's packing")
         if any(weight[1] * _PER_WORD != scale[1] for weight, scale in shapes):
-            raise broken(
-                sublayer, "qweight [K, N/8] and scales [G, N], which is 4 bit AWQ", sublayer.describe()
-            )
+            raise broken(sublayer, "qweight [K, N/8] and scales [G, N], which is 4 bit AWQ", sublayer.describe())
         return self._accept(sublayer, shapes)
 
-    def _accept(
-        self, sublayer: Sublayer, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    ) -> Accepted | Rejected:
+    def _accept(self, sublayer: Sublayer, shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Accepted | Rejected:
         rows = tuple(scale[1] for _, scale in shapes)
         shape_k, groups = shapes[0][0][0], shapes[0][1][0]
         require_shapes(sublayer, "qweight", [(shape_k, n // _PER_WORD) for n in rows])
@@ -65,9 +59,7 @@ class AwqGemm:
         check_multiple(sublayer, "N", rows, _MULTIPLE)
         check_multiple(sublayer, "K", [shape_k], _MULTIPLE)
         has_zeros = "qzeros" in sublayer.parameters
-        zero_point = bool(sublayer.quantization.get("zero_point", has_zeros))
-        if zero_point and not has_zeros:
-            raise broken(sublayer, "qzeros, as zero_point true says", sublayer.describe())
+        zero_point = self._has_zero_point(sublayer, has_zeros)
         total = sum(rows)
         return Accepted(
             format=self.name,
@@ -102,6 +94,25 @@ class AwqGemm:
             ),
         )
 
+    def _has_zero_point(self, sublayer: Sublayer, has_zeros: bool) -> bool:
+        """What the config says; where it says nothing, zero points that are there count."""
+        config = sublayer.quantization
+        for key in ("zero_point", "sym"):
+            if config.get(key) is not None and type(config[key]) is not bool:
+                raise broken(sublayer, f"{key} true or false in the quantization config", f"{config[key]!r}")
+        if has_zeros:
+            return config.get("zero_point") is not False
+        stated, symmetric = config.get("zero_point"), config.get("sym")
+        if stated is False or (stated is None and symmetric is True):
+            return False
+        name = f"{sublayer.modules[0]}.qzeros"
+        if stated is None and symmetric is None:
+            expected = f"{name}, which only a config with zero_point false can spare"
+        else:
+            expected = f"{name}, as {'zero_point true' if stated else 'sym false'} says"
+        hint = "fetch the missing shards, or quantize again"
+        raise broken(sublayer, expected, sublayer.describe(), hint)
+
     def _zeros(self, has_zeros: bool, zero_point: bool, shape: tuple[int, int]) -> tuple[Rule, ...]:
         if not has_zeros:
             return ()
@@ -120,11 +131,11 @@ class AwqGemm:
             raise unsupported(sublayer, "AWQ version gemm", repr(version), hint)
         bits = config.get("bits", config.get("w_bit", 4))
         if bits != 4:
-            raise broken(sublayer, f"{bits} bit weights, as the quantization config says", "4 bit weights")
+            raise broken(sublayer, f"{bits!r} bit weights, as the quantization config says", "4 bit weights")
         if groups == 0 or shape_k % groups:
             raise broken(sublayer, f"a number of groups that divides K = {shape_k}", f"{groups}")
         group = shape_k // groups
         told = config.get("group_size", config.get("q_group_size", group))
         if told not in (group, -1) or (told == -1 and groups != 1):
-            raise broken(sublayer, f"groups of {told}, as the quantization config says", f"groups of {group}")
+            raise broken(sublayer, f"groups of {told!r}, as the quantization config says", f"groups of {group}")
         check_group(sublayer, group, shape_k)

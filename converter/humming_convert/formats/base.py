@@ -13,6 +13,7 @@ FLOATS = ("BF16", "F16", "F32")
 # Below this, Humming's 16 bit kernels have no group size; other activations ask for more, which is checked
 # with them.
 MIN_GROUP = 16
+_CODES = {"bfloat16": "BF16", "float16": "F16"}
 
 
 class Facts(NamedTuple):
@@ -55,9 +56,7 @@ class Sublayer:
         """Whether each parameter exists, in every projection that has it with one of the given dtypes."""
         for name, codes in parameters.items():
             found = self.dtypes(name)
-            if not found or any(
-                code not in ((codes,) if isinstance(codes, str) else codes) for code in found
-            ):
+            if not found or any(code not in ((codes,) if isinstance(codes, str) else codes) for code in found):
                 return False
         return True
 
@@ -66,9 +65,7 @@ class Sublayer:
         facts = dict(self.stacks[0])
         for stack in self.stacks[1:]:
             facts = {**stack, **facts}
-        return ", ".join(
-            f"{name or '(fused weight)'} {fact.dtype} {list(fact.shape)}" for name, fact in facts.items()
-        )
+        return ", ".join(f"{name or '(fused weight)'} {fact.dtype} {list(fact.shape)}" for name, fact in facts.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +181,8 @@ def weight_shapes(sublayer: Sublayer, parameter: str = "weight") -> tuple[tuple[
         raise broken(sublayer, f"{parameter} in every projection", sublayer.describe())
     if any(len(shape) != 2 for shape in shapes) or len({shape[1] for shape in shapes}) != 1:
         raise broken(sublayer, f"{parameter} [N, K] with one K", f"{[list(shape) for shape in shapes]}")
+    if any(0 in shape for shape in shapes):
+        raise broken(sublayer, f"{parameter} that holds something", f"{[list(shape) for shape in shapes]}")
     return tuple(shape[0] for shape in shapes), shapes[0][1]
 
 
@@ -211,16 +210,18 @@ def bias_rule(sublayer: Sublayer, rows: Sequence[int]) -> tuple[Rule, ...]:
         raise broken(sublayer, "bias in F32, BF16 or F16", ", ".join(sublayer.dtypes("bias")))
     leading = (sublayer.num_experts,) if sublayer.is_fused else ()
     require_shapes(sublayer, "bias", [(*leading, n) for n in rows])
-    code = {"bfloat16": "BF16", "float16": "F16"}[sublayer.param_dtype]
+    code = _CODES[sublayer.param_dtype]
     is_stored_so = sublayer.dtypes("bias") == (code,)
     steps = () if is_stored_so else (Step("to_dtype", (("dtype", sublayer.param_dtype),)),)
-    return (Rule(name="bias", parameter="bias", dtype=code, shape=(sum(rows),), steps=steps, check="finite"),)
+    # A bias that rounds to zero is an error of nothing; one that rounds to infinity is not.
+    check = "finite" if is_stored_so else f"finite,finite_{sublayer.param_dtype}"
+    return (Rule(name="bias", parameter="bias", dtype=code, shape=(sum(rows),), steps=steps, check=check),)
 
 
 def tensor_scale_rule(sublayer: Sublayer, name: str, parameter: str, check: str) -> Rule:
-    """One number per projection, as F32: `[2]` for gate and up, `[]` for down; `()` or `(1,)` on disk."""
+    """One number per projection, as F32: `[2]` for gate and up, `[]` for down; one element in any form on disk."""
     for stack in sublayer.stacks:
-        if parameter in stack and stack[parameter].shape not in ((), (1,)):
+        if parameter in stack and not is_scalar(stack[parameter].shape):
             found = f"{list(stack[parameter].shape)}"
             raise broken(sublayer, f"{parameter} of shape [] or [1]", found)
     if not sublayer.has(**{parameter: FLOATS}):
@@ -237,7 +238,31 @@ def tensor_scale_rule(sublayer: Sublayer, name: str, parameter: str, check: str)
     )
 
 
+def is_scalar(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape is one number; `()`, `(1,)` and `(1, 1)` mean the same."""
+    return len(shape) <= 2 and all(extent == 1 for extent in shape)
+
+
+def unequal_check(sublayer: Sublayer, check: str, *, is_reciprocal: bool = False) -> str:
+    """`check`, and what must hold of one number per projection once gate and up differ.
+
+    Humming then repeats them for every row, in the parameter dtype, where they stay F32 otherwise.
+    """
+    if len(sublayer.stacks) < 2:
+        return check
+    rule = "float16" if sublayer.param_dtype == "float16" else "finite_bfloat16"
+    return f"{check},unequal_reciprocal_{rule}" if is_reciprocal else f"{check},unequal_{rule}"
+
+
 def rounding_check(sublayer: Sublayer, parameter: str, check: str) -> str:
-    """`check`, and where the scale will be rounded to float16 also that no value is lost by it."""
-    wide = any(code != "F16" for code in sublayer.dtypes(parameter))
-    return f"{check},float16" if sublayer.param_dtype == "float16" and wide else check
+    """`check`, and where the scale will be rounded to the parameter dtype also that no value is lost by it."""
+    codes = sublayer.dtypes(parameter)
+    if sublayer.param_dtype == "float16":
+        return f"{check},float16" if any(code != "F16" for code in codes) else check
+    # Only F32 holds more than bfloat16 does.
+    return f"{check},finite_bfloat16" if "F32" in codes else check
+
+
+def exponent_check(sublayer: Sublayer) -> str:
+    """The rule for exponent bytes that stay bytes: float16 kernels hold fewer exponents."""
+    return "e8m0,e5m0" if sublayer.param_dtype == "float16" else "e8m0"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -32,6 +32,25 @@ KNOWN_FORMATS = (
     "mxfp4-pack-quantized",
 )
 _STANDARD_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    "num_bits": lambda value: type(value) is int and 1 <= value <= 16,
+    "type": lambda value: value in ("int", "float"),
+    "symmetric": lambda value: type(value) is bool,
+    "dynamic": lambda value: type(value) is bool or value == "local",
+    "group_size": lambda value: type(value) is int,
+    "strategy": lambda value: isinstance(value, str),
+    "actorder": lambda value: isinstance(value, str),
+}
+_EXPECTED: dict[str, str] = {
+    "num_bits": "a whole number of bits",
+    "type": "int or float",
+    "symmetric": "true or false",
+    "dynamic": "true, false or local",
+    "group_size": "a whole number",
+    "strategy": "a name",
+    "actorder": "a name",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +99,8 @@ def scheme_of(sublayer: Sublayer) -> Scheme:
     groups = sublayer.quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise broken(sublayer, "config_groups in the quantization config", f"{groups}")
+    for name, group in groups.items():
+        _check_targets(sublayer, name, group)
     found: dict[str | None, str] = {}
     has_names = any(_names_modules(target) for group in groups.values() for target in _targets(group))
     # Without a name or pattern every module is in the same group, and one look tells which.
@@ -134,7 +155,17 @@ def input_rules(sublayer: Sublayer, scheme: Scheme, name: str) -> tuple[Rule, ..
     """The rule for the activations' static scale, where config and tensors have one."""
     if not scheme.has_static_input() or name not in sublayer.parameters:
         return ()
-    return (tensor_scale_rule(sublayer, name, name, "positive"),)
+    # NVFP4 stores the reciprocal.
+    check = "positive,reciprocal" if name == "input_global_scale" else "positive"
+    return (tensor_scale_rule(sublayer, name, name, check),)
+
+
+def _check_targets(sublayer: Sublayer, name: str, group: object) -> None:
+    """A group whose targets are nothing that fits a module would only look as if it were for others."""
+    targets = group.get("targets") if isinstance(group, dict) else None
+    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
+        expected = f"config group {name} with targets, a list of names or patterns"
+        raise broken(sublayer, expected, f"{str(targets if isinstance(group, dict) else group)[:80]!a}")
 
 
 def _targets(group: object) -> Iterable[str]:
@@ -188,11 +219,10 @@ def _parse_group(sublayer: Sublayer, name: str, group: Mapping[str, Any]) -> Sch
     if text not in KNOWN_FORMATS:
         known = ", ".join(KNOWN_FORMATS)
         raise unsupported(sublayer, f"a compressed-tensors format among {known}", repr(text))
+    _check_forms(sublayer, f"weights of config group {name}", weights)
     bits, group_size = weights.get("num_bits"), weights.get("group_size")
-    if type(bits) is not int or not 1 <= bits <= 16:
+    if type(bits) is not int:
         raise broken(sublayer, f"num_bits in config group {name}", f"{bits}")
-    if group_size is not None and type(group_size) is not int:
-        raise broken(sublayer, f"a whole group_size in config group {name}", f"{group_size}")
     strategy = weights.get("strategy") or _strategy_of(group_size)
     if strategy == "group" and group_size == -1:
         strategy = "channel"
@@ -202,7 +232,16 @@ def _parse_group(sublayer: Sublayer, name: str, group: Mapping[str, Any]) -> Sch
         raise unsupported(sublayer, "weights in the order of their columns", f"actorder {actorder!r}", hint)
     if weights.get("dynamic"):
         raise unsupported(sublayer, "weights quantized in the file", "dynamic weights")
+    zero_type = weights.get("zp_dtype")
+    if weights.get("symmetric") is False and zero_type not in (None, "torch.int8", "int8"):
+        raise unsupported(sublayer, f"zp_dtype torch.int8 in config group {name}", repr(zero_type))
+    if group.get("output_activations") is not None:
+        raise unsupported(sublayer, "outputs that are not quantized", f"output_activations in config group {name}")
     inputs = group.get("input_activations")
+    if inputs is not None:
+        if not isinstance(inputs, dict):
+            raise broken(sublayer, f"input_activations in config group {name}", f"{str(inputs)[:80]!a}")
+        _check_forms(sublayer, f"input_activations of config group {name}", inputs)
     block = weights.get("block_structure")
     return Scheme(
         format=text,
@@ -215,6 +254,14 @@ def _parse_group(sublayer: Sublayer, name: str, group: Mapping[str, Any]) -> Sch
         actorder=actorder,
         inputs=inputs if isinstance(inputs, dict) else None,
     )
+
+
+def _check_forms(sublayer: Sublayer, where: str, args: Mapping[str, Any]) -> None:
+    """Raise for a field that is there in a form which this or Humming would take for something else."""
+    for key, is_sound in _FORMS.items():
+        value = args.get(key)
+        if value is not None and not is_sound(value):
+            raise broken(sublayer, f"{_EXPECTED[key]} as {key} in {where}", f"{str(value)[:80]!a}")
 
 
 def _strategy_of(group_size: int | None) -> str:

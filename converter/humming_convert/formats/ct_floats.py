@@ -13,13 +13,15 @@ from humming_convert.formats.base import (
     bias_rule,
     broken,
     check_multiple,
+    exponent_check,
     require_shapes,
     tensor_scale_rule,
+    unequal_check,
     unsupported,
     weight_shapes,
 )
 from humming_convert.formats.ct_config import METHOD, Scheme, input_rules, row_scale, scheme_of, weight_schema
-from humming_convert.formats.fp8 import block_scale
+from humming_convert.formats.fp8 import BYTES_PER_WORD, block_scale
 from humming_convert.plan import Step
 
 _MXFP4_GROUP = 32
@@ -45,16 +47,16 @@ class CtFloat8:
         if not scheme.symmetric:
             raise unsupported(sublayer, "symmetric FP8 weights", "asymmetric ones")
         rows, shape_k = weight_shapes(sublayer)
+        check_multiple(sublayer, "K (columns of weight)", [shape_k], BYTES_PER_WORD)
         source_schema = schema = weight_schema(scheme)
         if scheme.strategy == "tensor":
-            scale = tensor_scale_rule(sublayer, "weight_scale", "weight_scale", "nonnegative")
+            check = unequal_check(sublayer, "nonnegative")
+            scale = tensor_scale_rule(sublayer, "weight_scale", "weight_scale", check)
         elif scheme.strategy == "block":
             scale, schema = block_scale(sublayer, "weight_scale", rows, shape_k, scheme.block, schema)
         else:
             scale = row_scale(sublayer, scheme, rows, shape_k)
-        weight = Rule(
-            name="weight", parameter="weight", dtype="F8_E4M3", shape=(sum(rows), shape_k), is_weight=True
-        )
+        weight = Rule(name="weight", parameter="weight", dtype="F8_E4M3", shape=(sum(rows), shape_k), is_weight=True)
         return Accepted(
             format=self.name,
             stacks_n=rows,
@@ -90,7 +92,7 @@ class CtMxfp4:
             _schema("mxfp4-pack-quantized", "group", _MXFP4_GROUP),
             dtype="U8",
             steps=() if is_bytes else (Step("view", (("dtype", "uint8"),)),),
-            check="e8m0",
+            check=exponent_check(sublayer),
             input_schema=input_schema,
         )
 
@@ -111,6 +113,7 @@ class CtNvfp4:
             raise broken(sublayer, "weight_global_scale beside weight_packed", sublayer.describe())
         inputs: tuple[Rule, ...] = ()
         input_schema = None
+        check = unequal_check(sublayer, "positive,reciprocal", is_reciprocal=True)
         if sublayer.method == METHOD:
             scheme = _four_bit_scheme(sublayer, "nvfp4-pack-quantized", _NVFP4_GROUP)
             inputs = input_rules(sublayer, scheme, "input_global_scale")
@@ -121,7 +124,7 @@ class CtNvfp4:
             _schema("nvfp4-pack-quantized", "tensor_group", _NVFP4_GROUP),
             dtype="F8_E4M3",
             check="nonnegative",
-            more=(tensor_scale_rule(sublayer, "weight_global_scale", "weight_global_scale", "positive"),),
+            more=(tensor_scale_rule(sublayer, "weight_global_scale", "weight_global_scale", check),),
             inputs=inputs,
             input_schema=input_schema,
         )
@@ -165,9 +168,7 @@ def _four_bit(
     total, shape_k, group = sum(rows), width * 2, int(schema["group_size"])
     check_multiple(sublayer, "K", [shape_k], 32)
     require_shapes(sublayer, "weight_scale", [(n, shape_k // group) for n in rows])
-    weight = Rule(
-        name="weight_packed", parameter="weight_packed", dtype="U8", shape=(total, width), is_weight=True
-    )
+    weight = Rule(name="weight_packed", parameter="weight_packed", dtype="U8", shape=(total, width), is_weight=True)
     scale = Rule(
         name="weight_scale",
         parameter="weight_scale",

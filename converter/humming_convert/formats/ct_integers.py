@@ -13,6 +13,7 @@ from humming_convert.formats.base import (
     check_multiple,
     require_shapes,
     tensor_scale_rule,
+    unequal_check,
     unsupported,
     weight_shapes,
 )
@@ -80,18 +81,14 @@ class CtPackedIntegers:
                 hint = f"old compressed-tensors packed {32 // bits} values a word: quantize again"
                 raise unsupported(sublayer, f"weight_packed of {dense} words a row", f"{words}", hint)
             if words != dense:
-                expected = (
-                    f"weight_packed of {dense} words a row for {shape[1]} groups of {scheme.group_size}"
-                )
+                expected = f"weight_packed of {dense} words a row for {shape[1]} groups of {scheme.group_size}"
                 raise broken(sublayer, f"{expected} at {bits} bit", f"{words}")
         if words * 32 % bits:
             raise unsupported(sublayer, f"a row that fills its words at {bits} bit", f"{words} words a row")
         check_multiple(sublayer, "K", [words * 32 // bits], _COLUMNS)
         return words * 32 // bits
 
-    def _zero_points(
-        self, sublayer: Sublayer, scheme: Scheme, rows: tuple[int, ...], shape_k: int
-    ) -> tuple[Rule, ...]:
+    def _zero_points(self, sublayer: Sublayer, scheme: Scheme, rows: tuple[int, ...], shape_k: int) -> tuple[Rule, ...]:
         """Packed along N and offset-binary, as Humming wants them; unpacked ones are refused."""
         name = "weight_zero_point"
         if scheme.symmetric:
@@ -116,9 +113,7 @@ class CtPlainIntegers:
     """`weight` I8 [N, K], `weight_scale` [N, 1], [N, G] or one, `weight_zero_point` I8 like it."""
 
     name = "ct-int8"
-    summary = (
-        "compressed-tensors int-quantized and naive-quantized: integers of 8 bit, tensor, channel or group"
-    )
+    summary = "compressed-tensors int-quantized and naive-quantized: integers of 8 bit, tensor, channel or group"
 
     def match(self, sublayer: Sublayer) -> Accepted | Rejected:
         """Signed bytes with a scale."""
@@ -135,7 +130,8 @@ class CtPlainIntegers:
         rows, shape_k = weight_shapes(sublayer)
         check_multiple(sublayer, "K", [shape_k], _COLUMNS)
         if scheme.strategy == "tensor":
-            scale = tensor_scale_rule(sublayer, "weight_scale", "weight_scale", "nonnegative")
+            check = unequal_check(sublayer, "nonnegative")
+            scale = tensor_scale_rule(sublayer, "weight_scale", "weight_scale", check)
         else:
             scale = row_scale(sublayer, scheme, rows, shape_k)
         return Accepted(
@@ -146,9 +142,7 @@ class CtPlainIntegers:
             weight_schema=weight_schema(scheme) | {"format": "int-quantized"},
             input_schema=scheme.input_schema(),
             rules=(
-                Rule(
-                    name="weight", parameter="weight", dtype="I8", shape=(sum(rows), shape_k), is_weight=True
-                ),
+                Rule(name="weight", parameter="weight", dtype="I8", shape=(sum(rows), shape_k), is_weight=True),
                 scale,
                 *self._zero_points(sublayer, scheme, rows, shape_k),
                 *bias_rule(sublayer, rows),
@@ -156,9 +150,7 @@ class CtPlainIntegers:
             inputs=input_rules(sublayer, scheme, "input_scale"),
         )
 
-    def _zero_points(
-        self, sublayer: Sublayer, scheme: Scheme, rows: tuple[int, ...], shape_k: int
-    ) -> tuple[Rule, ...]:
+    def _zero_points(self, sublayer: Sublayer, scheme: Scheme, rows: tuple[int, ...], shape_k: int) -> tuple[Rule, ...]:
         """Humming wants them offset-binary and packed, while the file has one signed byte each."""
         name = "weight_zero_point"
         if scheme.symmetric:

@@ -15,15 +15,19 @@ from humming_convert.formats.base import (
     Sublayer,
     bias_rule,
     broken,
+    check_multiple,
     one_dtype,
     require_shapes,
     rounding_check,
     tensor_scale_rule,
+    unequal_check,
     unsupported,
     weight_shapes,
 )
 from humming_convert.plan import Step
 
+# Humming packs the bytes of a row into words.
+BYTES_PER_WORD = 4
 _METHODS = ("fp8", "auto-round", "")
 
 
@@ -52,7 +56,7 @@ def block_scale(
         and all(type(extent) is int and extent > 0 for extent in block)
     ):
         hint = "give the block size with --quant-config; it cannot be told from shapes"
-        raise broken(sublayer, "a block size [rows, columns] in the quantization config", f"{block}", hint)
+        raise broken(sublayer, "a block size [rows, columns] in the quantization config", f"{block!r}", hint)
     block_n, block_k = block
     shapes = [(math.ceil(n / block_n), math.ceil(shape_k / block_k)) for n in rows]
     require_shapes(sublayer, parameter, shapes)
@@ -77,7 +81,7 @@ def block_scale(
     is_changed = is_regrouped or is_expanded
     if schema is None or is_changed:
         schema = {"quant_method": "fp8", "weight_block_size": [1 if is_expanded else block_n, group]}
-    check = "e8m0" if code == "F8_E8M0" else rounding_check(sublayer, parameter, "nonnegative")
+    check = rounding_check(sublayer, parameter, "e8m0" if code == "F8_E8M0" else "nonnegative")
     rule = Rule(
         name="weight_scale_inv" if schema["quant_method"] == "fp8" else "weight_scale",
         parameter=parameter,
@@ -104,6 +108,7 @@ class Fp8Tensor:
         if sublayer.quantization.get("weight_block_size"):
             raise broken(sublayer, "weight_scale_inv, as weight_block_size says", sublayer.describe())
         rows, shape_k = weight_shapes(sublayer)
+        check_multiple(sublayer, "K (columns of weight)", [shape_k], BYTES_PER_WORD)
         is_static = "input_scale" in sublayer.parameters
         return Accepted(
             format=self.name,
@@ -113,12 +118,10 @@ class Fp8Tensor:
             input_schema={"quant_method": "fp8", "activation_scheme": "static" if is_static else "dynamic"},
             rules=(
                 _weight(rows, shape_k),
-                tensor_scale_rule(sublayer, "weight_scale", "weight_scale", "nonnegative"),
+                tensor_scale_rule(sublayer, "weight_scale", "weight_scale", unequal_check(sublayer, "nonnegative")),
                 *bias_rule(sublayer, rows),
             ),
-            inputs=(tensor_scale_rule(sublayer, "input_scale", "input_scale", "positive"),)
-            if is_static
-            else (),
+            inputs=(tensor_scale_rule(sublayer, "input_scale", "input_scale", "positive"),) if is_static else (),
         )
 
 
@@ -149,6 +152,4 @@ class Fp8Block:
 
 
 def _weight(rows: Sequence[int], shape_k: int) -> Rule:
-    return Rule(
-        name="weight", parameter="weight", dtype="F8_E4M3", shape=(sum(rows), shape_k), is_weight=True
-    )
+    return Rule(name="weight", parameter="weight", dtype="F8_E4M3", shape=(sum(rows), shape_k), is_weight=True)

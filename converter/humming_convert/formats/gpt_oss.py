@@ -9,6 +9,7 @@ from humming_convert.formats.base import (
     Sublayer,
     bias_rule,
     broken,
+    exponent_check,
 )
 
 _BLOCK = 32
@@ -32,6 +33,8 @@ class GptOssMxfp4:
             expected = "blocks [E, N, K/32, 16] and scales [E, N, K/32]"
             raise broken(sublayer, expected, f"{list(blocks)} and {list(scales)}")
         rows, shape_k = blocks[1], blocks[2] * _BLOCK
+        if 0 in blocks[1:]:
+            raise broken(sublayer, "blocks that hold something", f"{list(blocks)}")
         if sublayer.name == "w13" and rows % 2:
             raise broken(sublayer, "as many gate as up rows", f"{rows} rows")
         return Accepted(
@@ -40,15 +43,13 @@ class GptOssMxfp4:
             shape_k=shape_k,
             weight_schema={"quant_method": "gpt_oss_mxfp4"},
             rules=(
-                Rule(
-                    name="weight", parameter="blocks", dtype="U8", shape=(rows, shape_k // 2), is_weight=True
-                ),
+                Rule(name="weight", parameter="blocks", dtype="U8", shape=(rows, shape_k // 2), is_weight=True),
                 Rule(
                     name="weight_scale",
                     parameter="scales",
                     dtype="U8",
                     shape=(rows, shape_k // _BLOCK),
-                    check="e8m0",
+                    check=exponent_check(sublayer),
                 ),
                 *bias_rule(sublayer, (rows,)),
             ),
