@@ -84,8 +84,19 @@ def test_names_are_mapped_as_the_model_maps_them(serving: SimpleNamespace, conve
     stored = "model.layers.0.mlp.experts"
     assert config.humming_prepacked.stored_name("language_model.model.layers.0.mlp.experts") == stored
     assert config.humming_prepacked.stored_name("mtp.layers.0.mlp.experts") is None
+    assert config.humming_prepacked.stored_name("model.layers.2.mlp.experts") is None
     config.apply_vllm_mapper(serving.utils.WeightsMapper(orig_to_new_prefix={"model.": "backbone."}))
     assert config.humming_prepacked.stored_name("backbone.layers.0.mlp.experts") == stored
+
+
+def test_dense_layers_and_mtp_layers_of_glm_are_not_packed(
+    serving: SimpleNamespace, converted: dict[str, Path]
+) -> None:
+    state = quant_config(serving, converted["glm4-ct-int4"]).humming_prepacked
+    assert list(state.manifest().layers) == ["model.layers.1.mlp.experts"]
+    assert state.stored_name("model.layers.1.mlp.experts") == "model.layers.1.mlp.experts"
+    # The dense first layer has none; the layer behind the last is the multi-token predictor's, in vLLM another model.
+    assert state.stored_name("model.layers.2.mlp.experts") is None
 
 
 def test_folder_without_packed_experts(serving: SimpleNamespace, converted: dict[str, Path], tmp_path: Path) -> None:
