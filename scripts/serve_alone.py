@@ -10,13 +10,15 @@ import torch
 
 from humming_loader import HummingExpertsTensors, load_layer, read_manifest
 from scripts.serve_layers import TOLERANCE, Cases, Result, inputs, relative, routing
-from scripts.serve_models import MODELS
 from scripts.serve_reference import Reference
 
+# Group scales, second scales, zero points; not gpt-oss, whose gate and up alternate.
+NAMES = ("qwen3-fp8-block", "qwen3-nvfp4", "mixtral-awq")
 
-def alone(work: Path, *names: str) -> Cases:
-    """A layer with Humming alone, no vLLM, from `load_layer`; against float32. Gate and up must not alternate."""
-    return {name: partial(_alone_case, work, name) for name in names or MODELS if name != "gpt-oss-mxfp4"}
+
+def alone(work: Path) -> Cases:
+    """A layer with Humming alone, no vLLM, from `load_layer`; against float32."""
+    return {name: partial(_alone_case, work, name) for name in NAMES}
 
 
 def _alone_case(work: Path, name: str) -> Result:

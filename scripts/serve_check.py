@@ -27,8 +27,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "loader")]
 from scripts.serve_models import MODELS  # noqa: E402 - the path comes first
 
 GEMM_TYPES = ("indexed", "grouped", "grouped_masked")
-LAYER_PARTS = ("expert-ranks", "tensor-ranks", "alone")
-GROUPS = ("models", "classes", "extras", "refusals", "memory", *LAYER_PARTS)
+RANK_PARTS = ("expert-ranks", "tensor-ranks")
+SINGLE_PARTS = ("alone", "refusals", "extras")
+GROUPS = ("models", "classes", *RANK_PARTS, *SINGLE_PARTS, "memory")
+BASE_MODELS = ("qwen3-fp8-block", "qwen3-nvfp4", "mixtral-awq")  # what the parts without a list of models use
+MODELS_A_PROCESS = 2
 LOG_TAIL = 4000
 # What Humming's experts read; anything else that stock leaves on a layer is listed, not compared.
 TENSORS = ("_weight", "_weight_scale", "_zero_point", "_weight_scale_2", "_bias", "_input_scale", "_input_scale_2")
@@ -159,14 +162,15 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
     models = tuple(options.models or MODELS)
     served = models if options.serve_models is None else tuple(options.serve_models)
     if not options.no_prepare:
-        runner.run(Part("prepare", tuple(dict.fromkeys((*models, *served, "qwen3-fp8-block")))))
+        runner.run(Part("prepare", tuple(dict.fromkeys((*models, *served, *BASE_MODELS)))))
     chains: list[list[Part]] = []
     if "models" in options.parts:
         chains += [[Part("serve", (name, "stock")), Part("serve", (name, "ours"))] for name in served]
     if "classes" in options.parts:
         chains += [[Part("classes", (gemm_type, *models))] for gemm_type in GEMM_TYPES]
-    chains += [[Part(name, models)] for name in LAYER_PARTS if name in options.parts]
-    chains += [[Part(name)] for name in ("refusals", "extras") if name in options.parts]
+    some = [models[first : first + MODELS_A_PROCESS] for first in range(0, len(models), MODELS_A_PROCESS)]
+    chains += [[Part(name, names)] for name in RANK_PARTS if name in options.parts for names in some]
+    chains += [[Part(name)] for name in SINGLE_PARTS if name in options.parts]
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(runner.chain, chains))
     if "memory" in options.parts:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from scripts.serve_reference import Reference
 Result = dict[str, Any]
 Cases = dict[str, Callable[[], Result]]
 BATCHES = (1, 8, 64, 512)
+RANK_TOKENS = 64
 TOLERANCE = 2e-2  # of the output's norm: two roundings to 16 bits and the checkpoint's scale rounding
 SUM_TOLERANCE = 1e-2
 TOP_K = 2
@@ -65,25 +67,39 @@ def vllm_context() -> Iterator[Any]:
         yield config
 
 
-def build(folder: Path, *, process: bool = True, **options: Any) -> Any:  # noqa: ANN401 - vLLM's RoutedExperts
-    """The first packed layer of `folder` on the GPU, loaded; `options` go to `routed_experts`."""
+def build(
+    folder: Path,
+    *,
+    process: bool = True,
+    tokens: Sequence[int] = (RANK_TOKENS,),
+    **options: Any,  # noqa: ANN401 - several types
+) -> Any:  # noqa: ANN401 - vLLM's RoutedExperts
+    """The first packed layer of `folder` on the GPU, loaded; `tokens`: batch sizes to come; `options` go to
+    `routed_experts`.
+    """
     manifest = read_manifest(folder)
     name, entry = next(iter(manifest.layers.items()))
     with vllm_context():
         layer = routed_experts(quant_config(folder), **(sizes(name, entry, manifest) | options))
         if process:
             layer.quant_method.process_weights_after_loading(layer)
-            compile_only_used(layer.quant_method.moe_kernel.fused_experts)
+            compile_only_used(layer.quant_method.moe_kernel.fused_experts, tokens)
     return layer
 
 
-def compile_only_used(experts: Any) -> None:  # noqa: ANN401 - vLLM's Humming experts
-    """Let Humming compile the kernel for the size at hand, not those for all sizes; it is the one it would choose."""
+def compile_only_used(experts: Any, tokens: Sequence[int]) -> None:  # noqa: ANN401 - vLLM's Humming experts
+    """Let Humming compile its choice for the batch sizes used here, not for every range of sizes."""
     original = experts.humming_forward
+    # vLLM's own estimate of a rank's rows.
+    rows = {math.ceil(count * TOP_K * experts.num_experts / experts.global_num_experts) for count in tokens}
 
-    def forward(*args: Any, tuning_config: str, valid_shape_m: int, **options: Any) -> Any:  # noqa: ANN401 - vLLM's types
-        chosen = [config for least, most, config in json.loads(tuning_config) if least < valid_shape_m <= most]
-        return original(*args, tuning_config=json.dumps(chosen[0]), valid_shape_m=valid_shape_m, **options)
+    def forward(*args: Any, tuning_config: str, **options: Any) -> Any:  # noqa: ANN401 - vLLM's types
+        wanted = [
+            [least, most, config]
+            for least, most, config in json.loads(tuning_config)
+            if any(least < row <= most for row in rows)
+        ]
+        return original(*args, tuning_config=json.dumps(wanted), **options)
 
     experts.humming_forward = forward
 
@@ -157,7 +173,7 @@ def _class_case(work: Path, name: str, gemm_type: str) -> Result:
     reference = Reference(source, layer_name, "cuda")
     is_batched = gemm_type == "grouped_masked"
     os.environ["VLLM_HUMMING_MOE_GEMM_TYPE"] = "indexed" if is_batched else gemm_type
-    layer = build(out)
+    layer = build(out, tokens=BATCHES)
     if is_batched:
         _make_batched(layer, entry.num_experts)
     experts = type(layer.quant_method.moe_kernel.fused_experts).__name__
@@ -191,7 +207,7 @@ def _make_batched(layer: Any, experts: int) -> None:  # noqa: ANN401 - vLLM's Ro
             moe_config=method.moe, quant_config=method.moe_quant_config, max_num_tokens=limit, num_dispatchers=1
         )
         method.moe_kernel = mk.FusedMoEKernel(prepare, batched)
-    compile_only_used(batched)
+    compile_only_used(batched, BATCHES)
 
 
 def expert_ranks(work: Path, *names: str) -> Cases:
@@ -228,8 +244,8 @@ def _whole(out: Path) -> Any:  # noqa: ANN401 - vLLM's RoutedExperts
 def _sum_of_ranks(out: Path, among: int | None, ranks: list[dict[str, Any]]) -> Result:
     manifest = read_manifest(out)
     entry = next(iter(manifest.layers.values()))
-    x = inputs(64, entry.hidden_size, getattr(torch, manifest.param_dtype), 3)
-    weights, ids = routing(64, entry.num_experts, 3, among)
+    x = inputs(RANK_TOKENS, entry.hidden_size, getattr(torch, manifest.param_dtype), 3)
+    weights, ids = routing(RANK_TOKENS, entry.num_experts, 3, among)
     whole = forward(_whole(out), x, weights, ids)
     total, parts = torch.zeros_like(whole), []
     for options in ranks:
