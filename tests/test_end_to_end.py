@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from humming_convert import pipeline
+from humming_convert import passthrough
 from humming_convert.errors import CheckpointError, ConvertError, OutputError, UnsupportedError
 from humming_convert.options import ConvertOptions
 from humming_convert.pipeline import convert_checkpoint
@@ -233,14 +233,14 @@ def test_source_that_disappears_meanwhile_is_named(
     hash_source: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_checkpoint(tmp_path / "source")
-    original = pipeline.write_passthrough
+    original = passthrough.write_passthrough
 
     def copy_and_remove(*arguments: Any, **named: Any) -> Passthrough:  # noqa: ANN401 - handed on
         copied = original(*arguments, **named)
         (source / "model.safetensors").unlink()
         return copied
 
-    monkeypatch.setattr(pipeline, "write_passthrough", copy_and_remove)
+    monkeypatch.setattr("humming_convert.pipeline.write_passthrough", copy_and_remove)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: expected the file whose header was read"):
         convert_checkpoint(replace(options(source, tmp_path / "out"), hash_source=hash_source))
     assert no_trace(tmp_path, source)

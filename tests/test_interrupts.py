@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from humming_convert import interrupts
+from humming_convert.output import OutputFolder
 from tests.support.checkpoints import make_checkpoint
 
 
@@ -93,7 +94,9 @@ def test_held_back_signals_come_at_the_end() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_lost_in_a_destructor_is_not_forgotten() -> None:
+def test_a_signal_lost_in_a_destructor_is_not_forgotten(tmp_path: Path) -> None:
+    folder = OutputFolder(tmp_path / "out", source_root=tmp_path / "source", overwrite=False)
+
     class Unlucky:
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
@@ -102,7 +105,7 @@ def test_a_signal_lost_in_a_destructor_is_not_forgotten() -> None:
         with interrupts.raising():
             unlucky = Unlucky()
             del unlucky
-            interrupts.raise_received()
+            folder.path("config.json")
 
     with pytest.raises(interrupts.Interrupted):
         lose()

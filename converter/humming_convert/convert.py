@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 Packed = dict[str, torch.Tensor]
 Place = Callable[[range, Packed], None]
 
-CPU_CHUNK_BYTES = 8 << 20
+CPU_CHUNK_BYTES = 4 << 20
 GPU_CHUNK_BYTES = 512 << 20
 
 

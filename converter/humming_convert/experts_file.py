@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,16 +31,28 @@ def file_name(number: int, count: int) -> str:
     return f"humming/experts-{number:05d}-of-{count:05d}.safetensors"
 
 
-def write_layer(
-    layer: LayerPlan, gatherer: Gatherer, setting: Setting, path: Path, name: str, progress: ByteProgress
-) -> Future[LayerEntry]:
-    """Convert `layer` into the file `path`, called `name` in the manifest; the layer's entry once it is on the disk.
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """A layer whose small tensors are read and whose first slices are converted: all that its file's header needs."""
+
+    layer: LayerPlan
+    runs: tuple[SublayerRun, ...]
+    entry: LayerEntry
+
+
+def begin_layer(layer: LayerPlan, gatherer: Gatherer, setting: Setting, name: str) -> LayerRun:
+    """Begin `layer`, whose file is called `name` in the manifest. Raises CheckpointError or UnsupportedError."""
+    runs = tuple(begin_sublayer(sublayer, layer, gatherer, setting) for sublayer in layer.sublayers)
+    return LayerRun(layer, runs, _entry(layer, runs, setting, name))
+
+
+def write_layer(begun: LayerRun, setting: Setting, path: Path, progress: ByteProgress) -> Future[LayerEntry]:
+    """Convert a layer into the file `path`; the layer's entry once the file is on the disk.
 
     Flushing and renaming happen in the setting's `finisher`, while the next layer converts. Raises CheckpointError,
     UnsupportedError or OutputError, also through the result; then there is no file.
     """
-    runs = [begin_sublayer(sublayer, layer, gatherer, setting) for sublayer in layer.sublayers]
-    entry = _entry(layer, runs, setting, name)
+    layer, entry = begun.layer, begun.entry
     specs = [
         TensorSpec(tensor.name, tensor.dtype, tensor.shape)
         for sublayer in entry.sublayers.values()
@@ -49,7 +61,7 @@ def write_layer(
     reserve = metadata_size(layer_metadata({layer.layer_name: entry}, __version__))
     writer = ExpertsFileWriter(path, specs, reserve)
     try:
-        for run in runs:
+        for run in begun.runs:
             _write_sublayer(layer, run, writer, progress)
     except BaseException:
         writer.abort()
@@ -92,7 +104,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
-def _entry(layer: LayerPlan, runs: list[SublayerRun], setting: Setting, name: str) -> LayerEntry:
+def _entry(layer: LayerPlan, runs: tuple[SublayerRun, ...], setting: Setting, name: str) -> LayerEntry:
     return LayerEntry(
         family=layer.family,
         num_experts=layer.num_experts,

@@ -24,14 +24,16 @@ class Interrupted(SystemExit):
 @contextmanager
 def raising() -> Iterator[None]:
     """Within the block each of the signals raises `Interrupted` in the main thread, unless the caller ignores it."""
-    _received.clear()
 
     def stop(number: int, frame: FrameType | None) -> None:
         _received.append(number)
         raise Interrupted(number)
 
-    with _handlers(stop):
-        yield
+    try:
+        with _handlers(stop):
+            yield
+    finally:
+        _received.clear()
 
 
 def raise_received() -> None:

@@ -20,7 +20,15 @@ from humming_convert.host.foreign import Foreign
 from humming_convert.host.target import emulate, humming
 from humming_convert.host.weight_steps import contains_lowest, lay_out
 from humming_convert.schemas import choose_input_schema, input_schema_of, param_dtype_of, weight_schema_of
-from humming_convert.sublayer_inputs import Facts, attributes, checked_small, explained, weight_name
+from humming_convert.sublayer_inputs import (
+    Facts,
+    attributes,
+    check_finite,
+    check_given,
+    checked_small,
+    explained,
+    weight_name,
+)
 from humming_convert.target import Target
 
 PAD_N = 256  # as vLLM pads N and K
@@ -121,6 +129,7 @@ class SublayerConverter:
         attrs = attributes(self._facts, self.param_dtype, has_bias, len(self._stacks))
         self._weight_key = weight_name(attrs, self._facts)
         self._weight_attr = attrs[self._weight_key]
+        check_given(small, attrs, self._stacks, self._facts)
         self._small = checked_small(small, attrs, self._weight_key, self._facts)
         meta = torch.empty(self._weight_attr["shape"], dtype=self._weight_attr["dtype"], device="meta")
         with self._humming():
@@ -204,6 +213,7 @@ class SublayerConverter:
                 config, final = self._prepare({**tensors, "weight": self._tensors["weight"]})
             self.whole = shadow.needs_every_weight(humming(), config, tensors, self.num_experts)
             del final["weight"]
+            check_finite(tensors | final | self._inputs, self._facts)
             self.config, self._final, self._record = config, final, record
 
     @contextlib.contextmanager
@@ -272,6 +282,7 @@ class SublayerConverter:
         packed = self._packed_source(weight, slice(0, self.num_experts))
         tensors = {name: tensor for name, tensor in self._tensors.items() if name != "weight"}
         self.config, final = self._prepare({**tensors, "weight": packed})
+        check_finite(final, self._facts)
         return final
 
     # --- the weight, slice by slice

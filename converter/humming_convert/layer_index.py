@@ -79,6 +79,7 @@ def index_layers(tensors: Mapping[str, TensorHeader], problems: list[Problem]) -
     """One pass over all names. Two names for one projection of one expert are a problem."""
     layers: dict[str, LayerTensors] = {}
     others = []
+    odd: dict[str, list[str]] = {}
     for name, header in tensors.items():
         if ".experts." not in name:
             continue
@@ -86,8 +87,7 @@ def index_layers(tensors: Mapping[str, TensorHeader], problems: list[Problem]) -
         if parsed is None:
             number = odd_number(name)
             if number:
-                expected = "numbers of layers and experts in digits 0 to 9, without leading zeros"
-                problems.append(Problem(f"tensor {name}", expected, f"{number!a}"))
+                odd.setdefault(number, []).append(name)
             others.append(name)
             continue
         layer_name, _, _, _, expert, projection, parameter = parsed
@@ -100,6 +100,10 @@ def index_layers(tensors: Mapping[str, TensorHeader], problems: list[Problem]) -
         other = parameters.setdefault(parameter, header)
         if other is not header:
             problems.append(Problem(f"tensor {name}", "one name for it", f"also {other.name}"))
+    for number, names in odd.items():
+        where = f"tensor {names[0]}" if len(names) == 1 else f"tensor {names[0]} and {len(names) - 1} more"
+        expected = "numbers of layers and experts in digits 0 to 9, without leading zeros"
+        problems.append(Problem(where, expected, f"{number!a}"))
     for layer in layers.values():
         fused = sum(expert is None for expert, _ in layer.headers)
         layer.is_fused = fused > 0
@@ -147,15 +151,16 @@ _ROUTER_TENSORS = (
 )
 
 
-def check_router(layer: LayerTensors, count: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]) -> None:
-    """The router has as many rows as there are experts, whatever config.json says or does not say."""
+def check_router(layer: LayerTensors, count: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]) -> bool:
+    """Whether the router has as many rows as there are experts, whatever config.json says or does not say."""
     head = layer.name.layer_name.removesuffix("experts")
     for name in _ROUTER_TENSORS:
         header = tensors.get(head + name)
         if header is not None and header.shape and header.shape[0] != count:
             expected = f"{header.shape[0]} experts, as {header.name} {list(header.shape)} has rows"
             problems.append(Problem(layer.name.layer_name, expected, f"{count}", "fetch the missing shards"))
-            return
+            return False
+    return True
 
 
 def check_same_count(counts: Mapping[str, int], problems: list[Problem]) -> None:

@@ -15,10 +15,11 @@ from humming_convert.checks import check_expected
 from humming_convert.convert import Setting
 from humming_convert.errors import CheckpointError, Problem, UnsupportedError
 from humming_convert.gather import Gatherer
+from humming_convert.host.target import emulate
 from humming_convert.layout_probe import check_compatible
 from humming_convert.options import ConvertOptions
 from humming_convert.output import OutputFolder
-from humming_convert.plan import ConversionPlan
+from humming_convert.plan import ConversionPlan, LayerPlan
 from humming_convert.progress import ByteProgress
 from humming_convert.source import Checkpoint, Payload
 from humming_loader.entries import LayerEntry
@@ -39,10 +40,13 @@ def convert_layers(
     """
     check_all_compatible(plan, options)
     gatherer = Gatherer(checkpoint, payload)
+    names = [experts_file.file_name(number, len(plan.layers)) for number in range(1, len(plan.layers) + 1)]
     written: dict[str, Future[LayerEntry]] = {}
     with (
         ThreadPoolExecutor(options.workers, thread_name_prefix="convert") as pool,
+        ThreadPoolExecutor(1, thread_name_prefix="prepare") as preparer,
         ThreadPoolExecutor(1, thread_name_prefix="finish") as finisher,
+        emulate(options.target, torch.device(options.device)),  # held, so that slices find the seams in place
         _one_thread_per_operation(),
         _plan_exempt_from_collection(),
     ):
@@ -55,22 +59,30 @@ def convert_layers(
             finisher=finisher,
             workers=options.workers,
         )
-        for number, layer in enumerate(plan.layers, 1):
+
+        def prepare(index: int) -> experts_file.LayerRun:
+            _check_bookkeeping(plan.layers[index], checkpoint, payload)
+            return experts_file.begin_layer(plan.layers[index], gatherer, setting, names[index])
+
+        begun = preparer.submit(prepare, 0)
+        for index, layer in enumerate(plan.layers):
             progress.label(layer.layer_name)
-            problems = [
-                problem
-                for sublayer in layer.sublayers
-                for problem in check_expected(checkpoint, payload, sublayer)
-            ]
-            if problems:
-                raise CheckpointError(problems)
-            name = experts_file.file_name(number, len(plan.layers))
-            path = folder.path(name)
-            future = experts_file.write_layer(layer, gatherer, setting, path, name, progress)
+            current = begun.result()
+            if index + 1 < len(plan.layers):
+                begun = preparer.submit(prepare, index + 1)
+            future = experts_file.write_layer(current, setting, folder.path(names[index]), progress)
             for earlier in written.values():
                 earlier.result()  # at most one file waits for the disk, and its failure ends the run here
             written[layer.layer_name] = future
         return {layer_name: future.result() for layer_name, future in written.items()}
+
+
+def _check_bookkeeping(layer: LayerPlan, checkpoint: Checkpoint, payload: Payload) -> None:
+    problems = [
+        problem for sublayer in layer.sublayers for problem in check_expected(checkpoint, payload, sublayer)
+    ]
+    if problems:
+        raise CheckpointError(problems)
 
 
 def check_all_compatible(plan: ConversionPlan, options: ConvertOptions) -> None:

@@ -16,7 +16,7 @@ from typing import Self
 
 from humming_convert.errors import OutputError
 from humming_convert.files import TempFile, fsync_folder, os_error
-from humming_convert.interrupts import held_back
+from humming_convert.interrupts import held_back, raise_received
 from humming_convert.replacing import refuse_foreign
 from humming_loader.manifest import MANIFEST_FILE, FileEntry
 
@@ -77,6 +77,7 @@ class OutputFolder:
 
     def path(self, name: str) -> Path:
         """Where the output's file `name` is to be written for now; its folder is made. Raises OutputError."""
+        raise_received()  # asked for before every file, so a lost signal ends the run at the next one
         path = self.staging / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from humming_convert import model_card
 from humming_convert.errors import CheckpointError, Problem
 from humming_convert.hf_config import converted_config
-from humming_convert.interrupts import held_back, raise_received
+from humming_convert.interrupts import held_back
 from humming_convert.options import ConvertOptions
 from humming_convert.output import OutputFolder
 from humming_convert.passthrough import copy_side_files, write_passthrough
@@ -102,7 +102,6 @@ def convert_checkpoint(options: ConvertOptions) -> ConversionReport:
         _refuse_changed_source(checkpoint)
         side_files = _write_side_files(plan, checkpoint, folder, options)
         manifest = _manifest(plan, checkpoint, options, layers, passed, side_files, digests)
-        raise_received()
         folder.commit(to_json(manifest))
     return ConversionReport(
         out=options.out,

@@ -51,12 +51,12 @@ def build_plan(checkpoint: Checkpoint, *, activation: str = "a16", dtype: str | 
     index = index_layers(checkpoint.tensors, broken)
     source = checkpoint.files[0].name if checkpoint.is_single_file else str(checkpoint.root.name or checkpoint.root)
     if not index.layers and not broken:
-        raise NothingToConvertError(_nothing(source, "it has no routed experts", index))
+        raise NothingToConvertError(_nothing(checkpoint, source, "it has no routed experts", index))
     quantized = {name: layer for name, layer in index.layers.items() if layer.is_quantized()}
     if not quantized and not broken:
         codes = sorted({header.dtype for layer in index.layers.values() for header in layer.tensors()})
         reason = f"its routed experts are stored as {', '.join(codes)}, not quantized"
-        raise NothingToConvertError(_nothing(source, reason, index))
+        raise NothingToConvertError(_nothing(checkpoint, source, reason, index))
     method = method_of(checkpoint)
     config = hf_config.text_config(checkpoint.config or {})
     building = _Building(
@@ -89,8 +89,10 @@ def build_plan(checkpoint: Checkpoint, *, activation: str = "a16", dtype: str | 
     )
 
 
-def _nothing(source: str, reason: str, index: LayerIndex) -> str:
+def _nothing(checkpoint: Checkpoint, source: str, reason: str, index: LayerIndex) -> str:
     hint = "" if index.layers or not index.others else f" (unknown names such as {index.others[0]})"
+    if checkpoint.index:
+        hint += f"; it is one of the files that {checkpoint.index} names: give the folder"
     return f"nothing to convert: {source}: {reason}{hint}"
 
 
@@ -193,8 +195,8 @@ def _plan_layer(building: _Building, layer: LayerTensors, method: str) -> LayerP
     experts = count_experts(layer, told, building.broken)
     if experts == 0:
         return None
-    building.counts[name.layer_name] = experts
-    check_router(layer, experts, building.checkpoint.tensors, building.broken)
+    if check_router(layer, experts, building.checkpoint.tensors, building.broken):
+        building.counts[name.layer_name] = experts
     context = Context(
         checkpoint=building.checkpoint,
         layer=layer,
@@ -251,7 +253,7 @@ def _check_sizes(building: _Building, layer: LayerPlan) -> None:
 def _raise_problems(building: _Building) -> None:
     """A broken checkpoint goes before an unsupported one: what it is can only be told once it is whole."""
     checkpoint = building.checkpoint
-    if building.broken and checkpoint.index:
+    if checkpoint.index and (building.broken or building.unsupported):
         found = f"one of the files that {checkpoint.index} names"
         raise CheckpointError([Problem(checkpoint.files[0].name, "a whole checkpoint", found, "give the folder")])
     if building.broken:

@@ -29,20 +29,29 @@ def weight_schema_of(schema: object) -> Foreign:
 
     Raises UnsupportedError for what it does not know.
     """
+    base = humming().schema.BaseWeightSchema
     if not isinstance(schema, Mapping):
-        return schema
-    return _from_config(humming().schema.BaseWeightSchema, schema, "weight schema")
+        return _own(base, schema, "weight schema")
+    return _from_config(base, schema, "weight schema")
 
 
 def input_schema_of(schema: object) -> tuple[Foreign, bool]:
     """Humming's input schema object (None: 16 bits) and whether another activation may take its place."""
     if schema is None:
         return humming().schema.HummingInputSchema(), False
+    base = humming().schema.BaseInputSchema
     if not isinstance(schema, Mapping):
-        return schema, False
+        return _own(base, schema, "input schema"), False
     config = dict(schema)
     fallback = bool(config.pop("allow_fallback", False))
-    return _from_config(humming().schema.BaseInputSchema, config, "input schema"), fallback
+    return _from_config(base, config, "input schema"), fallback
+
+
+def _own(base: Foreign, schema: object, where: str) -> Foreign:
+    if not isinstance(schema, base):
+        expected = f"a dictionary or Humming's {base.__name__}"
+        raise UnsupportedError([Problem(where, expected, f"{schema!r:.80}")])
+    return schema
 
 
 def _from_config(base: Foreign, config: Mapping[str, Foreign], where: str) -> Foreign:
@@ -52,9 +61,7 @@ def _from_config(base: Foreign, config: Mapping[str, Foreign], where: str) -> Fo
         return base.from_config(dict(config))
     except (AssertionError, ValueError, TypeError, NotImplementedError) as error:
         reason = str(error) or "values that its checks refuse"
-        raise UnsupportedError(
-            [Problem(f"{where} {dict(config)}", "a schema that Humming takes", reason)]
-        ) from error
+        raise UnsupportedError([Problem(f"{where} {dict(config)}", "a schema that Humming takes", reason)]) from error
 
 
 def schema_to_dict(schema: object) -> dict[str, Foreign] | None:
@@ -100,9 +107,7 @@ def choose_input_schema(
     if compatible and (not allow_fallback or _bits(schema.a_dtype) == 16):
         return schema
     if compatible and not is_slow(schema.a_dtype, target.sm):
-        return (
-            humming().schema.HummingInputSchema() if _prefers_16_bits(weight, schema, target.sm) else schema
-        )
+        return humming().schema.HummingInputSchema() if _prefers_16_bits(weight, schema, target.sm) else schema
     for dtype in _fallbacks(schema.a_dtype, param_dtype) if allow_fallback else ():
         candidate = _candidate(dtype, weight, target.sm)
         if not is_slow(dtype, target.sm) and candidate.is_compatible_with(weight, param_dtype):
@@ -114,11 +119,7 @@ def choose_input_schema(
     zero = ", with zero points" if weight.has_zero_point else ""
     hint = "choose another --activation or --target"
     raise UnsupportedError(
-        [
-            Problem(
-                where + zero, f"an activation that Humming's kernels take with them on {target}", found, hint
-            )
-        ]
+        [Problem(where + zero, f"an activation that Humming's kernels take with them on {target}", found, hint)]
     )
 
 
@@ -169,11 +170,7 @@ def _candidate(dtype: Foreign, weight: Foreign, sm: int) -> Foreign:
     if _bits(dtype) == 16:
         return schema(a_dtype=dtype, input_quant_mode="none")
     is_mx = weight.weight_scale_group_size == 32 and weight.bs_dtype == dtypes.float8e8m0
-    if (
-        dtype in (dtypes.float8e4m3, dtypes.float8e3m4)
-        and sm >= 120
-        and (weight.weight_scale_group_size == 0 or is_mx)
-    ):
+    if dtype in (dtypes.float8e4m3, dtypes.float8e3m4) and sm >= 120 and (weight.weight_scale_group_size == 0 or is_mx):
         return schema(
             a_dtype=dtype,
             input_scale_group_size=32,

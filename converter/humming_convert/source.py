@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 from humming_convert import hf_config
 from humming_convert.errors import CheckpointError, Problem
+from humming_convert.model_folder import (
+    index_naming,
+    is_there,
+    left_out_of,
+    list_weight_files,
+    read_json,
+    side_files_of,
+)
 from humming_convert.safetensors_header import (
     FileHeader,
     SourceFile,
     TensorHeader,
-    is_text,
     read_header,
-    refuse_duplicates,
-    require_regular,
 )
 
 __all__ = ["Checkpoint", "Payload", "SourceFile", "TensorHeader", "is_unchanged", "open_checkpoint"]
 
-INDEX_SUFFIX = ".safetensors.index.json"
-DEFAULT_INDEX = "model" + INDEX_SUFFIX
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _MAX_OPEN_FILES = 64
 
 
@@ -69,7 +70,7 @@ def open_checkpoint(path: Path, quant_config: Path | None = None) -> Checkpoint:
     if is_single_file and path.suffix != ".safetensors":
         raise CheckpointError([Problem(str(path), "a .safetensors file or a model folder", f"{path.name}")])
     root = path.parent if is_single_file else path
-    names, index = ((path.name,), None) if is_single_file else _list_weight_files(root)
+    names, index = ((path.name,), None) if is_single_file else list_weight_files(root)
     problems: list[Problem] = []
     headers = _read_headers(root, names, problems)
     tensors = _merge(headers, problems)
@@ -77,7 +78,7 @@ def open_checkpoint(path: Path, quant_config: Path | None = None) -> Checkpoint:
         problems += _compare_index(index, tensors)
     if problems:
         raise CheckpointError(problems)
-    config = _read_json(root / "config.json", "config.json") if _is_there(root, "config.json") else None
+    config = read_json(root / "config.json", "config.json") if is_there(root, "config.json") else None
     quantization, origin = _find_quantization(root, config, quant_config)
     return Checkpoint(
         root=root,
@@ -87,10 +88,10 @@ def open_checkpoint(path: Path, quant_config: Path | None = None) -> Checkpoint:
         config=config,
         quantization=quantization,
         quantization_origin=origin,
-        side_files=() if is_single_file else _side_files(root),
+        side_files=() if is_single_file else side_files_of(root),
         metadata={header.file.name: header.metadata for header in headers},
-        left_out=() if is_single_file else _left_out(root, names),
-        index=_index_naming(path) if is_single_file else "",
+        left_out=() if is_single_file else left_out_of(root, names),
+        index=index_naming(path) if is_single_file else "",
     )
 
 
@@ -98,52 +99,6 @@ def is_unchanged(file: SourceFile, state: os.stat_result) -> bool:
     """Whether `state`, a later look at `file`, shows what was there when its header was read."""
     known = (file.size, file.mtime_ns, file.ctime_ns, file.inode)
     return known == (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
-
-
-def _list_weight_files(root: Path) -> tuple[tuple[str, ...], dict[str, str] | None]:
-    """Names of the weight files in order, and the index's weight map if there is an index."""
-    present = sorted(entry.name for entry in root.iterdir() if entry.name.endswith(".safetensors"))
-    indexes = sorted(entry.name for entry in root.iterdir() if entry.name.endswith(INDEX_SUFFIX))
-    if not indexes:
-        if len(present) == 1:
-            return tuple(present), None
-        expected = "one .safetensors file, or several with a model.safetensors.index.json"
-        found = f"{len(present)} .safetensors files and no index"
-        hint = "fetch the index too" if present else "this is no safetensors checkpoint"
-        raise CheckpointError([Problem(str(root), expected, found, hint)])
-    if len(indexes) > 1 and DEFAULT_INDEX not in indexes:
-        raise CheckpointError([Problem(str(root), "one index", ", ".join(indexes), "move the others away")])
-    index_name = DEFAULT_INDEX if DEFAULT_INDEX in indexes else indexes[0]
-    weight_map = _weight_map(_read_json(root / index_name, index_name), index_name)
-    names = sorted(set(weight_map.values()))
-    strays = [name for name in present if name not in names]
-    if strays:
-        hint = f"move away what is not part of the model, or fetch the {index_name} that belongs to it"
-        raise CheckpointError([Problem(name, f"to be named by {index_name}", "no entry", hint) for name in strays])
-    return tuple(names), weight_map
-
-
-def _weight_map(index: dict[str, Any], index_name: str) -> dict[str, str]:
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError([Problem(index_name, "a weight_map", f"{str(weight_map)[:80]}")])
-    plain = {file: _plain_name(file) for file in weight_map.values() if isinstance(file, str)}
-    odd = [file for file in weight_map.values() if not isinstance(file, str)][:1]
-    odd += [file for file, name in plain.items() if name is None]
-    expected = "names of .safetensors files inside the folder"
-    problems = [Problem(index_name, expected, f"{str(file)[:80]!a}") for file in odd]
-    problems += [Problem(index_name, "names of tensors", f"{name[:80]!a}") for name in weight_map if not is_text(name)]
-    if problems:
-        raise CheckpointError(problems)
-    return {name: str(plain[file]) for name, file in weight_map.items()}
-
-
-def _plain_name(file: str) -> str | None:
-    """The name of a file inside the folder without `./` and the like, None for everything else."""
-    if not file.endswith(".safetensors") or not is_text(file) or "\\" in file:
-        return None
-    path = PurePosixPath(file)
-    return None if path.is_absolute() or ".." in path.parts else str(path)
 
 
 def _read_headers(root: Path, names: tuple[str, ...], problems: list[Problem]) -> list[FileHeader]:
@@ -183,80 +138,15 @@ def _compare_index(weight_map: dict[str, str], tensors: dict[str, TensorHeader])
     return problems
 
 
-def _is_there(root: Path, name: str) -> bool:
-    """Whether the folder has a file of this name. Raises CheckpointError for one that is no regular file."""
-    path = root / name
-    if not os.path.lexists(path):
-        return False
-    require_regular(path, name)
-    return True
-
-
-def _read_json(path: Path, where: str) -> dict[str, Any]:
-    require_regular(path, where)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
-    except OSError as error:
-        raise CheckpointError([Problem(where, "a readable file", error.strerror or str(error))]) from None
-    except RecursionError:
-        raise CheckpointError([Problem(where, "JSON", "JSON nested too deeply to read")]) from None
-    except ValueError as error:
-        raise CheckpointError([Problem(where, "JSON", f"text that cannot be read ({error})")]) from None
-    if not isinstance(content, dict):
-        raise CheckpointError([Problem(where, "a JSON object", f"a {type(content).__name__}")])
-    return content
-
-
 def _find_quantization(
     root: Path, config: dict[str, Any] | None, quant_config: Path | None
 ) -> tuple[dict[str, Any] | None, str]:
     if quant_config is not None:
         where = str(quant_config)
-        return hf_config.from_quant_file(_read_json(quant_config, where), where=where), where
+        return hf_config.from_quant_file(read_json(quant_config, where), where=where), where
     found = hf_config.section_of(config)[0] if config is not None else None
-    names = () if found is not None else [name for name, _ in hf_config.QUANT_FILES if _is_there(root, name)]
-    return hf_config.find_quantization(config, {name: _read_json(root / name, name) for name in names})
-
-
-def _index_naming(path: Path) -> str:
-    """The index beside a bare file that names it among others, "" without one."""
-    for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}")):
-        try:
-            files = set(_weight_map(_read_json(index, index.name), index.name).values())
-        except CheckpointError:
-            # A damaged index beside the file is no fault of the file.
-            continue
-        if path.name in files and len(files) > 1:
-            return index.name
-    return ""
-
-
-def _left_out(root: Path, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Entries that stay behind, folders with a slash; hidden ones (.cache, .git) are nobody's model."""
-    used = {PurePosixPath(name).parts[0] for name in names}
-    found = []
-    for entry in sorted(root.iterdir()):
-        if entry.name.startswith(".") or entry.name in used:
-            continue
-        if entry.is_dir():
-            found.append(f"{entry.name}/")
-        elif not entry.is_file() or entry.suffix in _WEIGHT_SUFFIXES:
-            found.append(entry.name)
-    return tuple(found)
-
-
-def _side_files(root: Path) -> tuple[str, ...]:
-    return tuple(
-        sorted(
-            entry.name
-            for entry in root.iterdir()
-            if entry.is_file()
-            and not entry.name.startswith(".")
-            and entry.suffix not in _WEIGHT_SUFFIXES
-            and not entry.name.endswith(".index.json")
-            and entry.name != "config.json"
-        )
-    )
+    names = () if found is not None else [name for name, _ in hf_config.QUANT_FILES if is_there(root, name)]
+    return hf_config.find_quantization(config, {name: read_json(root / name, name) for name in names})
 
 
 class Payload:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from humming_convert.host.foreign import Foreign
 from humming_convert.target import Target
 
 WEIGHT_NAMES = ("weight", "weight_packed", "qweight")
-OPTIONAL = ("weight_shape",)  # compressed-tensors stores it, nothing reads it
+OPTIONAL = ("weight_shape", "g_idx", "weight_g_idx")  # stored beside weights, and read by nothing here
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _SAME_BYTES = {torch.float8_e8m0fnu: torch.uint8, torch.uint8: torch.float8_e8m0fnu}
 
@@ -111,6 +111,39 @@ def weight_name(attrs: Mapping[str, Foreign], facts: Facts) -> str:
     if len(found) != 1:
         raise UnsupportedError([Problem(str(facts), f"one of {', '.join(WEIGHT_NAMES)}", ", ".join(attrs))])
     return found[0]
+
+
+def check_given(small: Mapping[str, torch.Tensor], known: Collection[str], stacks: Sequence[int], facts: Facts) -> None:
+    """Refuse rows that do not add up to N, and tensors that neither schema has: ignoring one would ignore values.
+
+    An activation's own tensors (`input_...`) may come along unused, as a checkpoint's do with 16-bit activations.
+    Raises UnsupportedError.
+    """
+    problems = []
+    if sum(stacks) != facts.n or any(rows <= 0 for rows in stacks):
+        problems.append(Problem(f"{facts}: shape_n_stacks", f"rows that add up to {facts.n}", str(list(stacks))))
+    for name in small:
+        if name not in known and name not in OPTIONAL and not name.startswith("input_"):
+            expected = f"only tensors of the schema ({', '.join(known)})"
+            problems.append(Problem(f"{facts}: {name}", expected, "a tensor that it does not have"))
+    if problems:
+        raise UnsupportedError(problems)
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor], facts: Facts) -> None:
+    """Refuse scales and biases that Humming's arithmetic, or the parameter dtype, made infinite or NaN.
+
+    Raises UnsupportedError naming tensor and dtype.
+    """
+    problems = []
+    for name, tensor in tensors.items():
+        if tensor.dtype in _FLOATS and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+            count = int((~torch.isfinite(tensor)).sum())
+            hint = "bfloat16 has the range of float32" if tensor.dtype == torch.float16 else ""
+            found = f"{count} of {tensor.numel()} infinite or NaN"
+            problems.append(Problem(f"{facts}: {name}", f"values that {tensor.dtype} can hold", found, hint))
+    if problems:
+        raise UnsupportedError(problems)
 
 
 def checked_small(

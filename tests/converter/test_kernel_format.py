@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support.sublayers import INT4, sources
 
 from humming_convert.errors import UnsupportedError
 from humming_convert.kernel_format import convert_to_humming_moe_kernel_format
+from humming_convert.sublayer_inputs import Facts, explained
 from humming_convert.target import SUPPORTED_SMS, Target
 
 # -------------------------------------------------------------------------------------------
@@ -123,3 +125,68 @@ def test_every_target_converts_or_says_why_not(schema: dict[str, Any], sm: int) 
             assert packed.tensors["weight"].dtype == torch.int32
     assert converted >= 1
     assert all(f"sm{sm}" in refusal for refusal in refusals)
+
+
+def convert_int4(schema: Any = INT4, activation: Any = None, **changed: Any) -> None:  # noqa: ANN401 - wrong on purpose
+    given: dict[str, Any] = {
+        "shape_n": 256,
+        "shape_k": 256,
+        "shape_n_stacks": (128, 128),
+        "num_experts": 2,
+        "has_bias": False,
+        "param_dtype": "bfloat16",
+        "target": Target(90),
+    }
+    extra = changed.pop("extra", {})
+    tensors = sources(INT4, n=256, k=256, experts=2, seed=1, stacks=2, dtype=changed.get("param_dtype", "bfloat16"))
+    convert_to_humming_moe_kernel_format(tensors | extra, schema, activation, **(given | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"shape_n_stacks": (128, 129)}, "shape_n_stacks: expected rows that add up to 256, found [128, 129]"),
+        ({"shape_n_stacks": (256, 0)}, "shape_n_stacks: expected rows that add up to 256, found [256, 0]"),
+        ({"schema": None}, "weight schema: expected a dictionary or Humming's BaseWeightSchema, found None"),
+        ({"schema": "awq"}, "weight schema: expected a dictionary or Humming's BaseWeightSchema, found 'awq'"),
+        ({"activation": "fp8"}, "input schema: expected a dictionary or Humming's BaseInputSchema, found 'fp8'"),
+        ({"extra": {"junk": torch.ones(1)}}, "junk: expected only tensors of the schema (weight"),
+        ({"extra": {"weight_zero_point": torch.ones(2, 32, 2, dtype=torch.int32)}}, "weight_zero_point: expected only"),
+        ({"extra": {"bias": torch.ones(2, 256)}}, "bias: expected only tensors of the schema"),
+        ({"num_experts": 3}, "expected (3, 256"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused_by_name(changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        convert_int4(**changed)
+    assert text in str(caught.value)
+
+
+def test_tensors_that_nothing_reads_may_come_along() -> None:
+    convert_int4(
+        extra={
+            "weight_shape": torch.ones(2, 2).long(),
+            "weight_g_idx": torch.zeros(2, 256),
+            "input_scale": torch.ones(2),
+        }
+    )
+
+
+def test_scales_that_the_parameter_dtype_cannot_hold_are_refused() -> None:
+    scale = torch.full((2, 256, 2), 1e6)
+    convert_int4(extra={"weight_scale": scale})
+    with pytest.raises(UnsupportedError) as caught:
+        convert_int4(extra={"weight_scale": scale}, param_dtype="float16")
+    assert str(caught.value).endswith(
+        "weight_scale: expected values that torch.float16 can hold, found 1024 of 1024 infinite or NaN; "
+        "bfloat16 has the range of float32"
+    )
+
+
+def test_running_out_of_memory_is_no_refusal() -> None:
+    facts = Facts(SimpleNamespace(quant_method="fp8"), 256, 256, 2, Target(90))
+    text = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+    with pytest.raises(RuntimeError, match="can't allocate memory"), explained(facts):
+        raise RuntimeError(text)
+    with pytest.raises(UnsupportedError), explained(facts):
+        raise RuntimeError("shape mismatch")

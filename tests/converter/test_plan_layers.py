@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from tests.support.checkpoints import Edit, RawTensor, Tensors, bf16, make_checkpoint
 from tests.support.plans import plan_made, plan_of, refusal
 
-from humming_convert.errors import CheckpointError, UnsupportedError
+from humming_convert.errors import CheckpointError, NothingToConvertError, UnsupportedError
+from humming_convert.source import open_checkpoint
 
 EXPERTS = "model.layers.0.mlp.experts"
 SECOND = "model.layers.1.mlp.experts"
@@ -20,6 +22,11 @@ FETCH = "fetch the missing shards"
 
 def drop(tensors: Tensors, *heads: str) -> None:
     for name in [name for name in tensors if name.startswith(heads)]:
+        del tensors[name]
+
+
+def keep(tensors: Tensors, names: list[str]) -> None:
+    for name in [name for name in tensors if name not in names]:
         del tensors[name]
 
 
@@ -100,13 +107,16 @@ class TestNumbers:
         expected = "expected numbers of layers and experts in digits 0 to 9, without leading zeros"
         first = text.splitlines()[0]
         assert first.startswith(f"tensor {new}")
-        assert first.endswith(f": {expected}, found {number}")
+        assert first.endswith(f" more: {expected}, found {number}")
 
     def test_a_second_copy_under_leading_zeros(self, tmp_path: Path) -> None:
         def edit(tensors: Tensors, config: dict[str, Any]) -> None:
             tensors |= {name.replace("layers.0.", "layers.00."): tensor for name, tensor in tensors.items()}
 
-        assert "leading zeros, found '00'" in refusal(tmp_path, CheckpointError, edit=edit)
+        assert refusal(tmp_path, CheckpointError, edit=edit).splitlines() == [
+            "tensor model.layers.00.mlp.experts.0.gate_proj.weight and 23 more: expected numbers of layers and experts "
+            "in digits 0 to 9, without leading zeros, found '00'"
+        ]
 
     def test_two_layers_of_one_number(self, tmp_path: Path) -> None:
         def edit(tensors: Tensors, config: dict[str, Any]) -> None:
@@ -156,6 +166,27 @@ class TestPlaces:
         assert str(error.value) == (
             "model-00002-of-00003.safetensors: expected a whole checkpoint, "
             "found one of the files that model.safetensors.index.json names; give the folder"
+        )
+
+    def test_one_shard_that_looks_like_another_format(self, tmp_path: Path) -> None:
+        path = make_checkpoint(tmp_path / "m", layers=1, experts=1)
+        names = list(open_checkpoint(path).tensors)
+        only = [name for name in names if name.endswith("_proj.weight") and ".experts." in name]
+        path = make_checkpoint(tmp_path / "n", layers=1, experts=1, edit=lambda t, c: keep(t, only))
+        index = {"weight_map": dict.fromkeys(only, "model.safetensors") | {"x": "other.safetensors"}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=r"names; give the folder$"):
+            plan_of(path / "model.safetensors")
+
+    def test_one_shard_without_experts(self, tmp_path: Path) -> None:
+        path = make_checkpoint(tmp_path / "m", layers=1, edit=lambda t, c: keep(t, ["lm_head.weight"]))
+        index = {"weight_map": {"lm_head.weight": "model.safetensors", "x": "other.safetensors"}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(NothingToConvertError) as error:
+            plan_of(path / "model.safetensors")
+        assert str(error.value) == (
+            "nothing to convert: model.safetensors: it has no routed experts; "
+            "it is one of the files that model.safetensors.index.json names: give the folder"
         )
 
 

@@ -167,7 +167,7 @@ class TestAwq:
         ("fields", "expected"),
         [
             ({"zero_point": "false"}, "zero_point true or false in the quantization config, found 'false'"),
-            ({"bits": "4"}, "'4' bit weights, as the quantization config says, found 4 bit weights"),
+            ({"bits": "4"}, "bits, a whole number, in the quantization config, found '4'"),
             ({"group_size": [128]}, "groups of [128], as the quantization config says, found groups of 128"),
         ],
     )

@@ -9,9 +9,28 @@ import pytest
 from tests.support.checkpoints import Edit, make_checkpoint
 
 from humming_convert.errors import ConvertError
-from humming_convert.plan import ConversionPlan, LayerPlan
+from humming_convert.plan import ConversionPlan, LayerPlan, SublayerPlan
 from humming_convert.plan_build import build_plan
 from humming_convert.source import open_checkpoint
+
+EXPERTS = "model.layers.0.mlp.experts"
+W13, W2 = f"{EXPERTS} w13", f"{EXPERTS} w2"
+
+
+def group_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The config group that `make_checkpoint` writes for compressed-tensors."""
+    group: dict[str, Any] = config["quantization_config"]["config_groups"]["group_0"]
+    return group
+
+
+def first(text: str) -> str:
+    """The first line of a refusal."""
+    return text.splitlines()[0]
+
+
+def shapes(part: SublayerPlan) -> dict[str, tuple[int, ...]]:
+    """Stacked shapes by name."""
+    return {tensor.name: tensor.shape for tensor in part.tensors}
 
 
 def plan_of(path: Path, **options: Any) -> ConversionPlan:  # noqa: ANN401 - passed on

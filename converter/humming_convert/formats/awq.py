@@ -130,6 +130,8 @@ class AwqGemm:
             hint = "gemv, gemv_fast and marlin pack otherwise: convert the checkpoint to gemm first"
             raise unsupported(sublayer, "AWQ version gemm", repr(version), hint)
         bits = config.get("bits", config.get("w_bit", 4))
+        if type(bits) is not int:
+            raise broken(sublayer, "bits, a whole number, in the quantization config", f"{bits!r}")
         if bits != 4:
             raise broken(sublayer, f"{bits!r} bit weights, as the quantization config says", "4 bit weights")
         if groups == 0 or shape_k % groups:
