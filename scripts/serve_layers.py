@@ -99,6 +99,7 @@ def compile_only_used(experts: Any, tokens: Sequence[int]) -> None:  # noqa: ANN
             for least, most, config in json.loads(tuning_config)
             if any(least < row <= most for row in rows)
         ]
+        wanted[0][0] = 0  # Humming looks up one row first, whatever the batch size
         return original(*args, tuning_config=json.dumps(wanted), **options)
 
     experts.humming_forward = forward
