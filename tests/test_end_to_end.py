@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,15 @@ def test_output_is_what_the_design_says(tmp_path: Path) -> None:
         with safe_open(file, "pt") as opened:
             stored |= set(opened.keys())
     assert stored == set(packed_digests(manifest))
+
+
+def test_source_files_are_hashed_when_asked(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", shards=2)
+    plain, _ = converted(options(source, tmp_path / "plain"))
+    hashed, _ = converted(replace(options(source, tmp_path / "hashed"), hash_source=True))
+    assert {file.sha256 for file in plain.source.files} == {None}
+    expected = {path.name: sha256(path.read_bytes()).hexdigest() for path in source.glob("*.safetensors")}
+    assert {file.name: file.sha256 for file in hashed.source.files} == expected
 
 
 def test_bare_file_gives_the_packed_experts(tmp_path: Path) -> None:

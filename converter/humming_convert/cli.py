@@ -123,9 +123,9 @@ def main() -> None:
 @click.option("--workers", type=click.IntRange(1, 256), help="Slices converted at once.  [default: processors]")
 @click.option(
     "--hash-source/--no-hash-source",
-    default=True,
+    default=False,
     show_default=True,
-    help="Record the SHA-256 of every source file in the manifest.",
+    help="Record the SHA-256 of every source file in the manifest; the source is read once more for it.",
 )
 @reports_errors
 def convert(source: Path, out: Path, **given: Any) -> None:  # noqa: ANN401 - Click's own values

@@ -61,11 +61,6 @@ class RepackedForm:
     signs_only: bool = False
     plain: bool = False
 
-    @property
-    def rows_per_pack(self) -> int:
-        """K of one packed row."""
-        return 64 if self.packed_k else 256 // self.activation_bits
-
 
 def padded_bits(bits: int) -> int:
     """The width of a field while words are formed: the next power of two."""
@@ -143,9 +138,7 @@ def _place(fields: Codes, form: RepackedForm, out: Codes, *, crossed: bool) -> N
     # The place of a weight among a thread's 32 as five binary digits, most significant first.
     digits = list(range(5))
     if crossed:
-        digits = (
-            digits[:word_axes] + digits[word_axes + pair_axes :] + digits[word_axes : word_axes + pair_axes]
-        )
+        digits = digits[:word_axes] + digits[word_axes + pair_axes :] + digits[word_axes : word_axes + pair_axes]
     # process.cuh counts a thread's weights by (i3, i4, i5, i6); transposed mini blocks exchange i4 and i5.
     i6 = digits[5 - pair_axes :]
     *i3, i4, i5 = digits[: 5 - pair_axes]

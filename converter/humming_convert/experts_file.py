@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,8 +61,10 @@ def write_layer(begun: LayerRun, setting: Setting, path: Path, progress: BytePro
     reserve = metadata_size(layer_metadata({layer.layer_name: entry}, __version__))
     writer = ExpertsFileWriter(path, specs, reserve)
     try:
-        for run in begun.runs:
-            _write_sublayer(layer, run, writer, progress)
+        # Both sublayers at once: a tensor is hashed front to back, so two of them keep two processors busy.
+        with ThreadPoolExecutor(len(begun.runs), thread_name_prefix="write") as lanes:
+            for done in [lanes.submit(_write_sublayer, layer, run, writer, progress) for run in begun.runs]:
+                done.result()
     except BaseException:
         writer.abort()
         raise

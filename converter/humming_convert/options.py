@@ -43,7 +43,7 @@ class ConvertOptions:
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     overwrite: bool = False
     workers: int = 1
-    hash_source: bool = True
+    hash_source: bool = False
 
 
 def parse_size(text: str) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from humming_convert.errors import VerificationError
 from humming_convert.options import default_workers
 from humming_convert.progress import ByteProgress
+from humming_convert.provenance import SourceHasher
 from humming_convert.source import Payload
 from humming_convert.verify_output import check_output, output_bytes, packed_sizes, read_manifest
 from humming_convert.verify_source import SourceComparison, SourceReport, open_source
@@ -41,6 +42,7 @@ class VerifyReport:
                 f"place in the kernel layout + {report.passed} passed through, equal byte for byte"
             )
             lines.append(f"weights: {report.weights} decoded from both sides, codes and scales all equal")
+            lines += [f"note: {note}" for note in report.notes]
         return "\n".join(lines)
 
 
@@ -79,7 +81,12 @@ def verify(
                 progress=progress,
                 workers=default_workers(),
             )
-            compared, problems = SourceComparison(manifest, plan, sides).run()
+            comparison = SourceComparison(manifest, plan, sides)
+            recorded = {file.name for file in manifest.source.files if file.sha256 is not None}
+            names = [file.name for file in checkpoint.files if file.name in recorded]
+            with SourceHasher(checkpoint.root, names) as hasher:
+                compared, problems = comparison.run()
+                problems += comparison.compare_digests(hasher.result())
         if problems:
             raise VerificationError(problems)
     return VerifyReport(

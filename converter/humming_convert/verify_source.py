@@ -6,23 +6,29 @@ decoded independently of the code that converted them.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from humming_convert.decode import parse_layout
-from humming_convert.errors import Problem, VerificationError
+from humming_convert.errors import Problem, UnsupportedError, VerificationError
 from humming_convert.files import read_regular
+from humming_convert.hf_config import converted_config
+from humming_convert.passthrough import is_side_file
 from humming_convert.plan import ConversionPlan, LayerPlan, StackedTensor, SublayerPlan
 from humming_convert.plan_build import build_plan
 from humming_convert.source import Checkpoint, open_checkpoint
+from humming_convert.verify_facts import installed_humming, layer_problems, layout_problems
 from humming_convert.verify_output import BUFFER_BYTES, passthrough_tensors
 from humming_convert.verify_sublayer import Sides, SublayerComparison
 from humming_loader.entries import LayerEntry, Manifest
 from humming_loader.reader import ExpertsFile
 
 CONFIG_FILE = "config.json"
+OWN_FILES = (CONFIG_FILE, "README.md")
 
 
 @dataclass(slots=True)
@@ -33,6 +39,7 @@ class SourceReport:
     unused: int = 0
     passed: int = 0
     weights: int = 0
+    notes: list[str] = field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -56,13 +63,18 @@ def open_source(
 
 
 def _kept_quantization(out: Path) -> dict[str, object] | None:
-    try:
-        document = json.loads(read_regular(out / CONFIG_FILE))
-    except (OSError, ValueError):
-        return None
-    section = document.get("quantization_config") if isinstance(document, dict) else None
+    section = _written_config(out).get("quantization_config")
     kept = section.get("source") if isinstance(section, dict) else None
     return kept if isinstance(kept, dict) else None
+
+
+def _written_config(out: Path) -> dict[str, Any]:
+    """The output's config.json; nothing when there is none or no JSON object."""
+    try:
+        document = json.loads(read_regular(out / CONFIG_FILE))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +91,17 @@ class SourceComparison:
         problems = list(self._account(report))
         problems += self._compare_files()
         problems += self._compare_passthrough()
+        problems += self._compare_side_files()
         planned = {layer.layer_name: layer for layer in self.plan.layers}
         if set(planned) != set(self.manifest.layers):
             wanted, found = ", ".join(sorted(planned)), ", ".join(sorted(self.manifest.layers))
             problems.append(Problem("layers", f"those of the source: {wanted}", found))
             return report, problems
+        is_same_humming = self._is_same_humming(report)
         for name, layer in planned.items():
             if self.sides.progress is not None:
                 self.sides.progress.label(name)
+            problems += self._compare_facts(layer, is_same_humming)
             for sublayer in layer.sublayers:
                 entry = self.manifest.layers[name]
                 problems += self._compare_sublayer(layer, sublayer, entry, report)
@@ -121,6 +136,12 @@ class SourceComparison:
                 expected = f"{wanted[name]} bytes, as converted" if name in wanted else "no such file"
                 yield Problem(f"source {name}", expected, f"{found[name]} bytes" if name in found else "none")
 
+    def compare_digests(self, digests: Mapping[str, str]) -> Iterator[Problem]:
+        """Source files whose recorded SHA-256 is not the one in `digests`."""
+        for file in self.manifest.source.files:
+            if file.sha256 is not None and digests.get(file.name, file.sha256) != file.sha256:
+                yield Problem(f"source {file.name}", f"sha256 {file.sha256}, as converted", digests[file.name])
+
     def _compare_passthrough(self) -> Iterator[Problem]:
         where = passthrough_tensors(self.sides.out, self.manifest)
         for name in sorted(set(where) ^ set(self.plan.passthrough)):
@@ -152,6 +173,44 @@ class SourceComparison:
                 first = next(index for index in range(size) if ours[index] != theirs[index])
                 yield Problem(f"{file}: tensor {name}", "the source's bytes", f"another at {start + first}")
                 return
+
+    def _is_same_humming(self, report: SourceReport) -> bool:
+        installed, wanted = installed_humming(), self.manifest.humming_version
+        if installed != wanted:
+            have = f"{installed} is installed" if installed else "none is installed"
+            report.notes.append(
+                f"the layout's probe, flags and schemas were not recomputed: made with humming-kernels {wanted}, {have}"
+            )
+        return installed == wanted
+
+    def _compare_facts(self, layer: LayerPlan, is_same_humming: bool) -> list[Problem]:
+        entry = self.manifest.layers[layer.layer_name]
+        problems = list(layer_problems(layer, entry))
+        if problems or not is_same_humming:
+            return problems
+        try:
+            return list(layout_problems(layer, entry, self.manifest, self.sides.checkpoint, self.sides.payload))
+        except UnsupportedError as error:
+            return list(error.problems)
+
+    def _compare_side_files(self) -> Iterator[Problem]:
+        """Tokenizer and other files are the source's, config.json is the source's but for the quantization."""
+        checkpoint = self.sides.checkpoint
+        if checkpoint.config is None:
+            return
+        stored = {entry.name: entry.sha256 for entry in self.manifest.side_files if entry.name not in OWN_FILES}
+        kept = {name for name in checkpoint.side_files if is_side_file(name) and name not in OWN_FILES}
+        for name in sorted(stored.keys() ^ kept):
+            found = "it only in the output" if name in stored else "it only in the source"
+            yield Problem(name, "a file of both", found)
+        for name in sorted(stored.keys() & kept):
+            digest = hashlib.sha256(read_regular(checkpoint.root / name)).hexdigest()
+            if digest != stored[name]:
+                yield Problem(name, f"the source's file, sha256 {digest}", f"sha256 {stored[name]}")
+        wanted, written = converted_config(checkpoint.config, checkpoint.quantization), _written_config(self.sides.out)
+        different = sorted(key for key in wanted.keys() | written.keys() if wanted.get(key) != written.get(key))
+        if different:
+            yield Problem(CONFIG_FILE, "the source's values", f"others for {', '.join(different)}")
 
     def _compare_sublayer(
         self, layer: LayerPlan, sublayer: SublayerPlan, entry: LayerEntry, report: SourceReport

@@ -85,7 +85,8 @@ class ExpertsFileWriter:
         self._hashed = dict.fromkeys(names, 0)
         self._digests = {name: hashlib.sha256() for name in names}
         self._file = TempFile(path)
-        self._hash = BackgroundHash()
+        # One stream a tensor: w13 and w2 are hashed at the same time.
+        self._hashes = {name: BackgroundHash() for name in names}
         self._finished = False
 
     @property
@@ -115,7 +116,7 @@ class ExpertsFileWriter:
         The buffer must not change until `digests` has returned. Raises OutputError for more bytes than the tensor has.
         """
         view = self._piece(name, self._hashed.get(name, 0), data)
-        self._hash.update(self._digests[name], view)
+        self._hashes[name].update(self._digests[name], view)
         self._hashed[name] += view.nbytes
 
     def _piece(self, name: str, start: int, data: memoryview | bytes | bytearray) -> memoryview:
@@ -142,7 +143,8 @@ class ExpertsFileWriter:
         ]
         if missing:
             raise OutputError(f"{self.path}: not complete: {'; '.join(missing)}")
-        self._hash.wait()
+        for stream in self._hashes.values():
+            stream.wait()
         return {name: digest.hexdigest() for name, digest in self._digests.items()}
 
     def finish(self, metadata: Mapping[str, str]) -> dict[str, str]:
@@ -159,15 +161,19 @@ class ExpertsFileWriter:
         self._file.write_at(memoryview(space.to_bytes(8, "little") + header.ljust(space)), 0)
         self._file.commit()
         self._finished = True
-        self._hash.close()
+        self._close_hashes()
         return digests
 
     def abort(self) -> None:
         """Remove what was written; nothing happens after `finish`."""
         if not self._finished:
-            self._hash.close()
+            self._close_hashes()
             self._file.abort()
             self._finished = True
+
+    def _close_hashes(self) -> None:
+        for stream in self._hashes.values():
+            stream.close()
 
     def _require_open(self) -> None:
         if self._finished:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -254,8 +255,10 @@ def test_another_passed_through_tensor_in_the_source(made: Path, tmp_path: Path)
     def edit(raw: bytearray, begin: int, header: dict[str, Any]) -> None:
         raw[begin + header["model.norm.weight"]["data_offsets"][0] + 3] ^= 1
 
-    found = problems_of(made, edited_source(tmp_path, edit))
-    assert found == [Problem("model.safetensors: tensor model.norm.weight", "the source's bytes", "another at 3")]
+    found, digest = problems_of(made, edited_source(tmp_path, edit))
+    assert found == Problem("model.safetensors: tensor model.norm.weight", "the source's bytes", "another at 3")
+    assert digest.where == "source model.safetensors"
+    assert digest.expected.startswith("sha256 ")
 
 
 def test_another_weight_in_the_source(made: Path, tmp_path: Path) -> None:
@@ -266,7 +269,7 @@ def test_another_weight_in_the_source(made: Path, tmp_path: Path) -> None:
         raw[begin + header[name]["data_offsets"][0] + 2 * columns + 5] ^= 1
 
     found = problems_of(made, edited_source(tmp_path, edit))
-    assert len(found) == 1
+    assert [problem.where.split()[-1] for problem in found] == ["codes", "model.safetensors"]
     rows = header_of(SOURCE / "model.safetensors")[1][name]["shape"][0]
     # w3 is "up", which follows gate's rows.
     assert found[0].found.startswith(f"1 that differ, the first at [1, {rows + 2}, 5]: ")
@@ -293,3 +296,140 @@ def test_the_comparison_does_not_depend_on_how_experts_are_sliced(made: Path, mo
     whole = verify(made, SOURCE)
     monkeypatch.setattr(verify_sublayer, "CHUNK_CODES", 1)
     assert verify(made, SOURCE) == replace(whole)
+
+
+def tell_otherwise(out: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the first layer's entry, in the manifest and in the experts file alike."""
+    manifest = manifest_of(out)
+    name, layer = first_layer(manifest)
+    change(layer)
+    path = out / layer["sublayers"]["w13"]["tensors"]["weight"]["file"]
+    begin, header = header_of(path)
+    payload = path.read_bytes()[begin:]
+    header["__metadata__"]["humming_layers"] = json.dumps({name: layer})
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + payload)
+    (out / "humming" / "manifest.json").write_text(json.dumps(manifest))
+
+
+def change_config(layer: dict[str, Any]) -> None:
+    w13 = layer["sublayers"]["w13"]
+    w13["layer_config"] = json.dumps(json.loads(w13["layer_config"]) | {"use_batch_invariant": "perhaps"})
+
+
+def change_flag(layer: dict[str, Any]) -> None:
+    flags = layer["sublayers"]["w13"]["fingerprint"]["flags"]
+    flags["use_native_dequant"] = not flags["use_native_dequant"]
+
+
+FACTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "family": lambda layer: layer.update(family="qwen3_moe"),
+    "hidden_size": lambda layer: layer.update(hidden_size=9),
+    "intermediate_size": lambda layer: layer.update(intermediate_size=9),
+    "activation_function": lambda layer: layer.update(activation_function="gelu"),
+    "is_gated": lambda layer: layer.update(is_gated=False),
+    "gate_up": lambda layer: layer.update(gate_up="interleaved"),
+    "format": lambda layer: layer.update(format="awq"),
+    "source_schema": lambda layer: layer["sublayers"]["w13"]["source_schema"].update(bits=3),
+    "source_input_schema": lambda layer: layer["sublayers"]["w2"].update(source_input_schema=None),
+    "weight_schema": lambda layer: layer["sublayers"]["w13"]["weight_schema"].update(b_dtype="float8e5m2"),
+    "input_schema": lambda layer: layer["sublayers"]["w2"].update(input_schema=None),
+    "layer_config": change_config,
+    "fingerprint flags": change_flag,
+    "fingerprint probe": lambda layer: layer["sublayers"]["w2"]["fingerprint"].update(probe="0" * 64),
+    "slicing": lambda layer: layer["sublayers"]["w2"]["slicing"].update(multiple=1),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_every_fact_of_a_layer_is_held_against_the_source(fact: str, out: Path) -> None:
+    tell_otherwise(out, FACTS[fact])
+    with pytest.raises(VerificationError) as caught:
+        verify(out, SOURCE)
+    assert any(problem.where.endswith(f": {fact}") for problem in caught.value.problems), caught.value
+
+
+def test_another_version_of_humming_leaves_the_layout_unasked_and_says_so(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell_otherwise(out, FACTS["fingerprint probe"])
+    monkeypatch.setattr("humming_convert.verify_source.installed_humming", lambda: "9.9")
+    made_with = manifest_of(out)["humming_version"]
+    assert verify(out, SOURCE).text().splitlines()[-1] == (
+        "note: the layout's probe, flags and schemas were not recomputed: "
+        f"made with humming-kernels {made_with}, 9.9 is installed"
+    )
+
+
+@pytest.mark.parametrize(("field", "value"), [("sm", 75), ("param_dtype", "float16")])
+def test_target_and_dtype_are_those_of_the_layout(field: str, value: object, out: Path) -> None:
+    manifest = manifest_of(out)
+    (manifest["target"] if field == "sm" else manifest)[field] = value
+    (out / "humming" / "manifest.json").write_text(json.dumps(manifest))
+    found = problems_of(out)
+    assert {problem.expected.split(",")[1] for problem in found} == {" as the manifest says"}
+    assert found[0].found == "sm90 and bfloat16 in layer_config"
+
+
+def test_an_experts_file_that_does_not_tell_its_layer(out: Path) -> None:
+    manifest = manifest_of(out)
+    name, layer = first_layer(manifest)
+    path = out / layer["sublayers"]["w13"]["tensors"]["weight"]["file"]
+    begin, header = header_of(path)
+    header["__metadata__"]["humming_layers"] = "{}"
+    with path.open("r+b") as opened:
+        opened.seek(8)
+        opened.write(json.dumps(header).encode().ljust(begin - 8))
+    where = f"{path.relative_to(out)}: {name}"
+    assert problems_of(out) == [Problem(where, "the manifest's entry for it", "none in the file")]
+
+
+def spoil_side_file(source: Path) -> None:
+    (source / "tokenizer.json").write_text("{}")
+
+
+def add_side_file(source: Path) -> None:
+    (source / "vocab.json").write_text("{}")
+
+
+def change_source_config(source: Path) -> None:
+    document = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(document | {"rope_theta": 5}))
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "found"),
+    [
+        (spoil_side_file, "tokenizer.json", "sha256"),
+        (add_side_file, "vocab.json", "it only in the source"),
+        (change_source_config, "config.json", "others for rope_theta"),
+    ],
+)
+def test_other_files_of_the_source_are_compared(
+    change: Callable[[Path], None], where: str, found: str, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(SOURCE, source)
+    (source / "tokenizer.json").write_text('{"version": "1.0"}')
+    convert_checkpoint(ConvertOptions(source=source, out=out, target=Target(90)))
+    assert verify(out, source).source is not None
+    change(source)
+    (problem,) = problems_of(out, source)
+    assert (problem.where, found in problem.found) == (where, True)
+
+
+def damage_with_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "humming/experts-*", "README.md"])
+def test_a_fifo_in_place_of_a_file_is_found_at_once(name: str, out: Path) -> None:
+    path = next(out.glob(name))
+    damage_with_fifo(path)
+    assert any("regular file" in problem.found or "regular file" in problem.expected for problem in problems_of(out))
+
+
+def test_a_fifo_beside_the_experts_files_is_found(out: Path) -> None:
+    os.mkfifo(out / "humming" / "pipe")
+    assert [problem.where for problem in problems_of(out)] == ["humming/pipe"]
