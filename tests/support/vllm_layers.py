@@ -57,16 +57,18 @@ def routed_experts(
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 
     parallel = parallel or parallel_config()
-    manager = ExpertMapManager(
-        max_num_batched_tokens=1024,
-        top_k=top_k,
-        global_num_experts=experts + redundant,
-        num_redundant_experts=redundant,
-        num_expert_group=expert_groups,
-        moe_parallel_config=parallel,
-        placement_strategy=placement,
-        enable_eplb=redundant > 0,
-    )
+    # vLLM builds layers, and with them the map of experts, under the device that they run on.
+    with torch.device(device):
+        manager = ExpertMapManager(
+            max_num_batched_tokens=1024,
+            top_k=top_k,
+            global_num_experts=experts + redundant,
+            num_redundant_experts=redundant,
+            num_expert_group=expert_groups,
+            moe_parallel_config=parallel,
+            placement_strategy=placement,
+            enable_eplb=redundant > 0,
+        )
     moe = FusedMoEConfig(
         num_experts=experts + redundant,
         experts_per_token=top_k,
