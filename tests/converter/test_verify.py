@@ -24,7 +24,8 @@ SOURCE = Path(__file__).parent.parent / "data" / "checkpoints" / "hub-layout--mi
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("verify") / "out"
-    convert_checkpoint(ConvertOptions(source=SOURCE, out=out, target=Target(90), activation="checkpoint"))
+    options = ConvertOptions(source=SOURCE, out=out, target=Target(90), activation="checkpoint", hash_source=True)
+    convert_checkpoint(options)
     return out
 
 
