@@ -44,3 +44,58 @@ class TensorError(LoaderError):
         self.expected = expected
         self.found = found
         super().__init__(f"tensor {tensor!r}: expected {expected}, found {found}")
+
+
+class OutputMissingError(LoaderError):
+    """There is no converted checkpoint at the path or repository."""
+
+    def __init__(self, path: str, expected: str, found: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: expected {expected}, found {found}")
+
+
+class RankError(LoaderError):
+    """A rank or an expert id is out of range."""
+
+    def __init__(self, layer: str, expected: str, found: str) -> None:
+        self.layer = layer
+        super().__init__(f"{layer}: expected {expected}, found {found}")
+
+
+class ParallelismError(LoaderError):
+    """A packed layer cannot be cut for this tensor-parallel size; `valid` are the sizes that it can be cut for."""
+
+    def __init__(self, layer: str, tp_size: int, reason: str, valid: tuple[int, ...]) -> None:
+        self.layer = layer
+        self.tp_size = tp_size
+        self.valid = valid
+        sizes = ", ".join(str(size) for size in valid)
+        super().__init__(
+            f"{layer}: cannot be cut for tensor parallelism of {tp_size}: {reason}; sizes that work: {sizes} "
+            "(expert parallelism works at every size)"
+        )
+
+
+class HostMismatchError(LoaderError):
+    """The packed bytes are for another GPU, Humming version or layout; `problems` says which, `mend` what to run."""
+
+    def __init__(self, where: str, problems: tuple[str, ...], mend: str) -> None:
+        self.problems = problems
+        self.mend = mend
+        super().__init__(f"{where}: {'; '.join(problems)}. Convert again for this host: {mend}")
+
+
+class ChecksumError(LoaderError):
+    """A tensor's bytes are not those that the manifest recorded."""
+
+    def __init__(self, tensor: str, file: str, expected: str, found: str) -> None:
+        self.tensor = tensor
+        super().__init__(f"tensor {tensor!r} in {file}: expected sha256 {expected}, found {found}")
+
+
+class ServingError(LoaderError):
+    """The serving framework asks for something that packed experts cannot do."""
+
+    def __init__(self, layer: str, expected: str, found: str) -> None:
+        self.layer = layer
+        super().__init__(f"{layer}: expected {expected}, found {found}")

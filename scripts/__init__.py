@@ -1,0 +1,1 @@
+"""Development scripts; nothing here is installed."""
