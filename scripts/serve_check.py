@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 import tomllib
@@ -212,7 +213,8 @@ def main() -> None:
     """Run, print the table, write the files; status 1 when anything failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/serve-check"), help="models and outputs; several GB")
+    work = Path(tempfile.gettempdir()) / "serve-check"
+    parser.add_argument("--work", type=Path, default=work, help="models and outputs; several GB")
     parser.add_argument("--parts", nargs="*", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=None)
     parser.add_argument("--serve-models", nargs="*", choices=list(MODELS), default=None, help="of `models` only")
