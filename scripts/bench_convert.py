@@ -3,11 +3,11 @@
     python scripts/bench_convert.py [--layers N] [--formats fp8_block,mxfp4,awq,ct_int4] [--runs 5] [--work DIR]
 
 One synthetic model file per format at Qwen3-30B layer shapes (128 experts, w13 1536 x 2048, w2 2048 x 768, random
-codes) is written once: 12 layers in FP8, 24 in 4 bits, about 7.5 GB, unless --layers says otherwise. Then `cp`, and a
-whole `humming-convert` process (start-up, SHA-256 of every tensor and fsync included), take turns. Before each, free
-memory is filled with page cache and the source is read again, as on a machine that has been up for a while: a virtual
-machine's host takes free pages back, and their first use would be timed instead of the copy. Prints medians, their
-ratio, the same against `cp` with `sync`, and the peak resident memory; writes bench-convert.json.
+codes) is written once: 8 layers in FP8, 16 in 4 bits, about 5 GB, unless --layers says otherwise. Then `cp`, and a
+whole `humming-convert` process (start-up, SHA-256 of every tensor and fsync included), take turns; the source is read
+before each. With --fill-memory all free memory is taken into the page cache first, as on a machine that has been up
+for long: where a virtual machine's host takes free pages back, their first use is timed otherwise, in both. Prints
+medians, their ratio, the same against `cp` with `sync`, and the peak resident memory; writes bench-convert.json.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _compressed_tensors(**weights: object) -> dict[str, Any]:
     }
 
 
-LAYERS = {"fp8_block": 12, "mxfp4": 24, "awq": 24, "ct_int4": 24}
+LAYERS = {"fp8_block": 8, "mxfp4": 16, "awq": 16, "ct_int4": 16}
 FORMATS: dict[str, tuple[Callable[[str, int, int], list[Tensor]], dict[str, Any]]] = {
     "fp8_block": (
         fp8_block,
@@ -199,12 +199,11 @@ class Row:
     bound_bytes: int
 
 
-def fill_page_cache(work: Path, source: Path) -> None:
-    """Take all free memory into the page cache, then make `source` the part that was used last."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def warm(work: Path, source: Path, *, fill_memory: bool) -> None:
+    """Read `source` into the page cache, after everything that was free if `fill_memory`; nothing is left to write."""
     ballast = work / "ballast"
     with ballast.open("wb") as file:
-        file.truncate(memory)
+        file.truncate(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if fill_memory else 0)
     block = bytearray(16 << 20)
     for path in (ballast, source):
         with path.open("rb", buffering=0) as file:
@@ -225,18 +224,18 @@ def _timed(command: list[str]) -> tuple[float, int]:
     return seconds, usage.ru_maxrss * 1024
 
 
-def measure(name: str, layers: int, runs: int, work: Path, extra: list[str]) -> Row:
-    """Alternate cp and humming-convert over one synthetic model, `runs` times each, after one warm-up of both."""
+def measure(name: str, layers: int, work: Path, given: argparse.Namespace) -> Row:
+    """Alternate cp and humming-convert over one synthetic model, `given.runs` times each, after a warm-up of both."""
     path = write_model(work / name, name, layers)
     tool = [sys.executable, "-m", "humming_convert.cli", "convert", str(path.parent), str(work / "out")]
-    tool += ["--target", "sm90", "--device", "cpu", *extra]
+    tool += ["--target", "sm90", "--device", "cpu", *given.extra]
     cp_times, synced_times, convert_times, peaks = [], [], [], []
-    for turn in range(runs + 1):
-        fill_page_cache(work, path)
+    for turn in range(given.runs + 1):
+        warm(work, path, fill_memory=given.fill_memory)
         seconds, _ = _timed(["cp", str(path), str(work / "copy")])
         flushing, _ = _timed(["sync", str(work / "copy")])
         (work / "copy").unlink()
-        fill_page_cache(work, path)
+        warm(work, path, fill_memory=given.fill_memory)
         packed, peak = _timed(tool)
         shutil.rmtree(work / "out")
         if turn:
@@ -256,6 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--fill-memory", action="store_true")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--work", type=Path, help="folder for the files (default: a temporary one)")
     parser.add_argument("--json", type=Path, default=Path("bench-convert.json"))
@@ -266,7 +266,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=given.work) as folder:
         for name in given.formats.split(","):
-            row = measure(name, given.layers or LAYERS[name], given.runs, Path(folder), given.extra)
+            row = measure(name, given.layers or LAYERS[name], Path(folder), given)
             rows.append(row)
             speeds = (row.source_bytes / 1e6 / t for t in (row.cp_seconds, row.cp_sync_seconds, row.convert_seconds))
             print(
@@ -277,7 +277,7 @@ def main() -> None:
                 flush=True,
             )
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    document = {"machine": machine, "runs": given.runs, "rows": [asdict(row) for row in rows]}
+    document = {"machine": machine, "runs": given.runs, "fill_memory": given.fill_memory, "rows": [asdict(row) for row in rows]}
     given.json.write_text(json.dumps(document, indent=1))
 
 
