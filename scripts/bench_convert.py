@@ -277,7 +277,8 @@ def main() -> None:
                 flush=True,
             )
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    document = {"machine": machine, "runs": given.runs, "fill_memory": given.fill_memory, "rows": [asdict(row) for row in rows]}
+    settings = {"runs": given.runs, "fill_memory": given.fill_memory}
+    document = {"machine": machine, **settings, "rows": [asdict(row) for row in rows]}
     given.json.write_text(json.dumps(document, indent=1))
 
 
