@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -253,6 +254,26 @@ def test_source_that_disappears_meanwhile_is_named(
     monkeypatch.setattr("humming_convert.pipeline.write_passthrough", copy_and_remove)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: expected the file whose header was read"):
         convert_checkpoint(replace(options(source, tmp_path / "out"), hash_source=hash_source))
+    assert no_trace(tmp_path, source)
+
+
+def test_a_failing_sublayer_stops_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_checkpoint(tmp_path / "source", layers=1, experts=64)
+    placed: list[str] = []
+    original = ExpertsFileWriter.place
+
+    def fail_for_w2(self: ExpertsFileWriter, name: str, start: int, data: memoryview) -> None:
+        placed.append(name)
+        if ".w2_" in name:
+            raise OutputError("no more")
+        time.sleep(0.05)
+        original(self, name, start, data)
+
+    monkeypatch.setattr(ExpertsFileWriter, "place", fail_for_w2)
+    monkeypatch.setattr("humming_convert.convert.CPU_CHUNK_BYTES", 1)
+    with pytest.raises(OutputError, match=r"^no more$"):
+        convert_checkpoint(options(source, tmp_path / "out"))
+    assert placed.count("model.layers.0.mlp.experts.w13_weight") < 64
     assert no_trace(tmp_path, source)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,8 +63,13 @@ def write_layer(begun: LayerRun, setting: Setting, path: Path, progress: BytePro
     try:
         # Both sublayers at once: a tensor is hashed front to back, so two of them keep two processors busy.
         with ThreadPoolExecutor(len(begun.runs), thread_name_prefix="write") as lanes:
-            for done in [lanes.submit(_write_sublayer, layer, run, writer, progress) for run in begun.runs]:
-                done.result()
+            try:
+                written = [lanes.submit(_write_sublayer, layer, run, writer, progress) for run in begun.runs]
+                for done in wait(written, return_when=FIRST_EXCEPTION).done:
+                    done.result()
+            except BaseException:
+                writer.stop()  # or an interrupt would wait until the other sublayer is written
+                raise
     except BaseException:
         writer.abort()
         raise

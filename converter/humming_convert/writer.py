@@ -88,6 +88,7 @@ class ExpertsFileWriter:
         # One stream a tensor: w13 and w2 are hashed at the same time.
         self._hashes = {name: BackgroundHash() for name in names}
         self._finished = False
+        self._stopped = False
 
     @property
     def nbytes(self) -> int:
@@ -164,6 +165,10 @@ class ExpertsFileWriter:
         self._close_hashes()
         return digests
 
+    def stop(self) -> None:
+        """Let every further call fail, in whichever thread; `abort` then removes what was written."""
+        self._stopped = True
+
     def abort(self) -> None:
         """Remove what was written; nothing happens after `finish`."""
         if not self._finished:
@@ -176,8 +181,8 @@ class ExpertsFileWriter:
             stream.close()
 
     def _require_open(self) -> None:
-        if self._finished:
-            raise OutputError(f"{self.path}: the file was finished already")
+        if self._finished or self._stopped:
+            raise OutputError(f"{self.path}: the file was {'stopped' if self._stopped else 'finished'} already")
 
     def __enter__(self) -> Self:
         return self

@@ -194,3 +194,14 @@ def test_temp_file_in_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(OutputError) as caught:
         TempFile(tmp_path / "no" / "x")
     assert str(caught.value) == f"{tmp_path}/no/x: cannot create the file: No such file or directory"
+
+
+def test_a_stopped_writer_refuses_every_thread_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "experts.safetensors"
+    with ExpertsFileWriter(path, SPECS, metadata_size(METADATA)) as writer:
+        writer.place(SPECS[1].name, 0, payload(SPECS[1])[:32])
+        writer.stop()
+        for call in (writer.place, lambda name, _, data: writer.append_digest(name, data)):
+            with pytest.raises(OutputError, match=r"experts\.safetensors: the file was stopped already"):
+                call(SPECS[1].name, 32, payload(SPECS[1])[32:64])
+    assert list(tmp_path.iterdir()) == []
