@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -20,7 +20,7 @@ class ByteProgress(Protocol):
 
 
 class _Bar:
-    def __init__(self, bar: tqdm) -> None:  # type: ignore[type-arg]
+    def __init__(self, bar: Any) -> None:  # noqa: ANN401 - tqdm carries no types
         self._bar = bar
 
     def total(self, count: int) -> None:

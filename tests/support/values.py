@@ -54,7 +54,8 @@ def _code_values(layout: PackedLayout, codes: NDArray[np.uint8], zero: NDArray[A
     if layout.weight.name == "float8e4m3":
         return _numbers(codes, layout.weight.name)
     if layout.weight.name == "float4e2m1":
-        return np.where(codes & 8, -_E2M1[codes & 7], _E2M1[codes & 7]).astype(np.float32)
+        signed: Floats = np.where(codes & 8, -_E2M1[codes & 7], _E2M1[codes & 7]).astype(np.float32)
+        return signed
     middle = 1 << (layout.weight.bits - 1)
     offset = middle if zero is None else zero.astype(np.int16)
     values: Floats = (codes.astype(np.int16) - offset).astype(np.float32)
