@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from importlib.metadata import version
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """Undo what nohup and shells do to jobs in the background: they leave signals ignored, and children inherit that."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
