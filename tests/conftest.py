@@ -12,7 +12,7 @@ import torch
 
 
 def pytest_configure() -> None:
-    """Undo what nohup and shells do to jobs in the background: they leave signals ignored, and children inherit that."""
+    """Undo what nohup and shells do to jobs in the background: signals stay ignored, and children inherit that."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
