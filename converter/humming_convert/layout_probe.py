@@ -15,18 +15,8 @@ from humming_convert.kernel_format import PAD_K, PAD_N, SublayerConverter
 from humming_convert.schemas import input_schema_of, param_dtype_of, weight_schema_of
 from humming_convert.sublayer_inputs import Facts, attributes, explained, weight_name
 from humming_convert.target import Target
+from humming_loader.fingerprint import FLAGS
 
-FLAGS = (
-    "use_packed_k_layout",
-    "use_fused_e8m0_scale",
-    "use_int_weight_scale",
-    "use_raw_weight",
-    "use_flat_weight",
-    "use_ldmatrix_dequant",
-    "use_native_dequant",
-    "use_block_scaled_mma",
-    "should_apply_bs_on_c",
-)
 _EXPERTS = 2
 
 

@@ -12,9 +12,10 @@ from tests.support.sublayers import FP8, INT4, INT8, MXFP4, NVFP4, sources
 from humming_convert.activation import ACTIVATIONS, CHECKPOINT, NAMES, input_schema_for
 from humming_convert.errors import UnsupportedError
 from humming_convert.kernel_format import SublayerConverter
-from humming_convert.layout_probe import FLAGS, check_compatible, fingerprint, probe_digest, probe_digest_of
+from humming_convert.layout_probe import check_compatible, fingerprint, probe_digest, probe_digest_of
 from humming_convert.schemas import input_schema_of, schema_to_dict, weight_schema_of
 from humming_convert.target import Target
+from humming_loader.fingerprint import FLAGS
 
 LATE = ("ct_int4_chan/mxfp4/sm120", "ct_int4_chan/nvfp4/sm100", "ct_int4_chan/nvfp4/sm120")
 SEEN: dict[str, dict[str, Any]] = {}
