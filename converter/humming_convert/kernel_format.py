@@ -170,26 +170,51 @@ class SublayerConverter:
     def convert(self, weight: torch.Tensor, first_expert: int) -> dict[str, torch.Tensor]:
         """The final per-expert tensors of `weight`'s experts, which start at `first_expert`.
 
-        Contiguous, `[e, ...]`.
+        Contiguous, `[e, ...]`. Raises ValueError for experts that there are not, for a part when `whole`, and before
+        a scan that `needs_scan` asks for; UnsupportedError for a weight of another shape or dtype.
         """
-        count = weight.shape[0]
+        rows = self._rows(weight, first_expert)
+        if self.whole:
+            with self._humming():
+                return self._convert_whole(weight)
+        packed = self.convert_weight(weight, first_expert)
+        return {"weight": packed, **{name: tensor[rows].contiguous() for name, tensor in self.small().items()}}
+
+    def convert_weight(self, weight: torch.Tensor, first_expert: int) -> torch.Tensor:
+        """The final weight alone of these experts, int32, contiguous, `[e, ...]`. Raises what `convert` raises."""
+        rows = self._rows(weight, first_expert)
+        with self._humming():
+            if self.whole:
+                return self._convert_whole(weight)["weight"]
+            source = self._packed_source(weight, rows)
+            return lay_out(source, rows, schema=self._schema, config=self.config, record=self._decided())
+
+    def small(self) -> dict[str, torch.Tensor]:
+        """The final per-expert tensors beside the weight, `[num_experts, ...]`, contiguous; not to be written to.
+
+        Empty when `whole`: then they come of the weights, and only `convert` has them. Raises ValueError before a
+        scan that `needs_scan` asks for.
+        """
+        self._decided()
+        return {} if self.whole else dict(self._final)
+
+    def _decided(self) -> shadow.Record:
         if self._record is None:
             raise ValueError(
                 f"expected a scan of all {self.num_experts} experts before converting, found {self._scanned}"
             )
+        return self._record
+
+    def _rows(self, weight: torch.Tensor, first_expert: int) -> slice:
+        """The experts that a slice of the weight holds."""
+        self._decided()
+        count = weight.shape[0]
         if first_expert < 0 or first_expert + count > self.num_experts or (self.whole and count != self.num_experts):
             raise ValueError(
                 f"expected {'all' if self.whole else 'some'} of {self.num_experts} experts, "
                 f"found {first_expert} to {first_expert + count - 1}"
             )
-        with self._humming():
-            if self.whole:
-                return self._convert_whole(weight)
-            rows = slice(first_expert, first_expert + count)
-            source = self._packed_source(weight, rows)
-            packed = lay_out(source, rows, schema=self._schema, config=self.config, record=self._record)
-        small = {name: tensor[rows].contiguous() for name, tensor in self._final.items()}
-        return {"weight": packed, **small}
+        return slice(first_expert, first_expert + count)
 
     def common(self) -> dict[str, torch.Tensor]:
         """The final tensors that have no expert axis: a static input scale, if the activation has one."""
@@ -214,7 +239,8 @@ class SublayerConverter:
             self.whole = shadow.needs_every_weight(humming(), config, tensors, self.num_experts)
             del final["weight"]
             check_finite(tensors | final | self._inputs, self._facts)
-            self.config, self._final, self._record = config, final, record
+            self._final = {name: tensor.contiguous() for name, tensor in final.items()}
+            self.config, self._record = config, record
 
     @contextlib.contextmanager
     def _humming(self) -> Iterator[None]:

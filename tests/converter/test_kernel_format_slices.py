@@ -126,6 +126,11 @@ def test_slices_equal_the_whole(
         }
         assert all(raw(joined[key]) == raw(whole.tensors[key]) for key in joined)
         assert converter.config.to_str() == whole.config.to_str()
+        small_final = converter.small()
+        assert set(small_final) == (set() if converter.whole else set(joined) - {"weight"})
+        assert all(value.is_contiguous() and raw(value) == raw(joined[key]) for key, value in small_final.items())
+        weights = [converter.convert_weight(chunk, start) for start, chunk in chunks]
+        assert raw(torch.cat(weights)) == raw(joined["weight"])
 
 
 def plain_humming(
@@ -189,3 +194,10 @@ def test_converting_before_scanning_is_refused() -> None:
     assert converter.needs_scan
     with pytest.raises(ValueError, match="expected a scan of all 2 experts before converting, found 0"):
         converter.convert(tensors["weight_packed"], 0)
+    with pytest.raises(ValueError, match="expected a scan of all 2 experts before converting, found 0"):
+        converter.convert_weight(tensors["weight_packed"], 0)
+    with pytest.raises(ValueError, match="expected a scan of all 2 experts before converting, found 0"):
+        converter.small()
+    converter.decide(has_lowest_code=True)
+    with pytest.raises(ValueError, match="expected some of 2 experts, found 1 to 2"):
+        converter.convert_weight(tensors["weight_packed"], 1)
