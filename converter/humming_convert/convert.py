@@ -1,4 +1,4 @@
-"""Convert one MoE layer, slice of experts by slice, into an experts file.
+"""Convert one sublayer, slice of experts by slice.
 
 Reading, converting, hashing and writing of different slices overlap; a slice is small enough to stay in a
 processor's cache from the read to the write, and memory does not grow with the layer.
@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from humming_convert.activation import input_schema_for
-from humming_convert.gather import Gatherer, chunks_of
+from humming_convert.gather import Gatherer, StackReader, chunks_of
 from humming_convert.kernel_format import SublayerConverter
 from humming_convert.plan import LayerPlan, StackedTensor, SublayerPlan
 from humming_convert.source import TensorHeader
@@ -24,7 +24,7 @@ from humming_loader.dtypes import tensor_nbytes
 
 Result = TypeVar("Result")
 Packed = dict[str, torch.Tensor]
-Place = Callable[[range, Packed], None]
+Place = Callable[[range, torch.Tensor], None]
 
 CPU_CHUNK_BYTES = 4 << 20
 GPU_CHUNK_BYTES = 512 << 20
@@ -32,15 +32,21 @@ GPU_CHUNK_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is the same for every layer of a run."""
+    """What is the same for every layer of a run.
+
+    Slices are read and converted in `pool` and written in `disk`. A sublayer is followed from its first slice to its
+    last, and hashed, by a thread of `lanes`, at most `ahead` slices behind the reading; `finisher` completes files.
+    """
 
     target: Target
     activation: str
     param_dtype: str
     device: str
     pool: ThreadPoolExecutor
+    disk: ThreadPoolExecutor
+    lanes: ThreadPoolExecutor
     finisher: ThreadPoolExecutor
-    workers: int
+    ahead: int
 
 
 @dataclass(slots=True)
@@ -50,9 +56,9 @@ class SublayerRun:
     plan: SublayerPlan
     converter: SublayerConverter
     chunks: tuple[range, ...]
-    weight: StackedTensor
-    gatherer: Gatherer
+    weight: StackReader
     setting: Setting
+    source_bytes: int
     first: Packed = field(init=False)
 
     def start(self) -> None:
@@ -63,39 +69,49 @@ class SublayerRun:
                     break
         if self.converter.whole:
             self.chunks = (range(self.chunks[0].start, self.chunks[-1].stop),)
-        self.first = self._convert(self.chunks[0])
+            everything = self.converter.convert(self._read(self.chunks[0]), 0)
+            self.first = {name: value.cpu() for name, value in everything.items()}
+        else:
+            self.first = {"weight": self._convert(self.chunks[0])}
 
-    def results(self, place: Place) -> Iterator[Packed]:
-        """Every slice's tensors in expert order, each after `place(experts, tensors)` was called for it in a thread."""
-        first = self.first
+    def weights(self, place: Place) -> Iterator[torch.Tensor]:
+        """Every slice of the packed weight in expert order, while `place(experts, slice)` runs in a thread for it.
 
-        def convert_and_place(experts: range) -> Packed:
+        When the iterator is exhausted, every call of `place` has returned. Raises what `place` raised.
+        """
+        first = self.first.pop("weight")  # not kept: it would stay in memory as long as the layer is under way
+
+        def convert_and_place(experts: range) -> tuple[torch.Tensor, Future[None]]:
             packed = first if experts == self.chunks[0] else self._convert(experts)
-            place(experts, packed)
-            return packed
+            return packed, self.setting.disk.submit(place, experts, packed)
 
-        return _ordered(self.setting, convert_and_place, self.chunks)
+        for packed, placed in _ordered(self.setting, convert_and_place, self.chunks):
+            yield packed
+            placed.result()
+
+    def small(self) -> Packed:
+        """Every tensor but the weight, all experts."""
+        rest = self.first if self.converter.whole else self.converter.small()
+        rest = {name: value for name, value in rest.items() if name != "weight"} | self.converter.common()
+        return {name: value.cpu() for name, value in rest.items()}
 
     def _read(self, experts: range) -> torch.Tensor:
-        return self.gatherer.stack(self.weight, experts).to(self.setting.device)
+        return self.weight.read(experts).to(self.setting.device)
 
     def _scan(self, experts: range) -> bool:
         return self.converter.scan(self._read(experts))
 
-    def _convert(self, experts: range) -> Packed:
-        packed = self.converter.convert(self._read(experts), experts.start)
-        return {name: value.cpu() for name, value in packed.items()}
+    def _convert(self, experts: range) -> torch.Tensor:
+        return self.converter.convert_weight(self._read(experts), experts.start).cpu()
 
 
-def _ordered(
-    setting: Setting, work: Callable[[range], Result], chunks: tuple[range, ...]
-) -> Iterator[Result]:
-    """Results of `work` in order, at most `workers` + 1 slices ahead of the one that is taken."""
+def _ordered(setting: Setting, work: Callable[[range], Result], chunks: tuple[range, ...]) -> Iterator[Result]:
+    """Results of `work` in order, at most `ahead` slices ahead of the one that is taken."""
     pending: deque[Future[Result]] = deque()
     try:
         for chunk in chunks:
             pending.append(setting.pool.submit(work, chunk))
-            if len(pending) > setting.workers:
+            if len(pending) > setting.ahead:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -131,7 +147,8 @@ def begin_sublayer(plan: SublayerPlan, layer: LayerPlan, gatherer: Gatherer, set
     )
     chunk_bytes = CPU_CHUNK_BYTES if setting.device == "cpu" else GPU_CHUNK_BYTES
     chunks = chunks_of(layer.num_experts, weight_bytes(weight) // layer.num_experts, chunk_bytes)
-    run = SublayerRun(plan, converter, tuple(chunks), weight, gatherer, setting)
+    source_bytes = source_bytes_of(plan, gatherer.checkpoint.tensors)
+    run = SublayerRun(plan, converter, tuple(chunks), gatherer.slices(weight), setting, source_bytes)
     run.start()
     return run
 
@@ -149,7 +166,6 @@ def source_bytes_of(plan: SublayerPlan, headers: Mapping[str, TensorHeader]) -> 
 
 def final_shapes(run: SublayerRun, experts: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
     """dtype and full shape of every tensor that the sublayer will write, from its first slice."""
-    shapes = {name: (value.dtype, (experts, *value.shape[1:])) for name, value in run.first.items()}
-    return shapes | {
-        name: (value.dtype, tuple(value.shape)) for name, value in run.converter.common().items()
-    }
+    weight = run.first["weight"]
+    shapes = {name: (value.dtype, tuple(value.shape)) for name, value in run.small().items()}
+    return {"weight": (weight.dtype, (experts, *weight.shape[1:]))} | shapes

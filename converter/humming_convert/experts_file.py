@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from humming_convert.convert import Packed, Setting, SublayerRun, begin_sublayer, final_shapes, source_bytes_of
+from humming_convert.convert import Setting, SublayerRun, begin_sublayer, final_shapes
 from humming_convert.gather import Gatherer
 from humming_convert.layout_probe import fingerprint, layer_config_to_str, probe_digest
 from humming_convert.plan import LayerPlan
@@ -46,11 +46,19 @@ def begin_layer(layer: LayerPlan, gatherer: Gatherer, setting: Setting, name: st
     return LayerRun(layer, runs, _entry(layer, runs, setting, name))
 
 
-def write_layer(begun: LayerRun, setting: Setting, path: Path, progress: ByteProgress) -> Future[LayerEntry]:
-    """Convert a layer into the file `path`; the layer's entry once the file is on the disk.
+@dataclass(frozen=True, slots=True)
+class LayerWriting:
+    """A layer on its way into its file: `entry` is there once the file is on the disk."""
 
-    Flushing and renaming happen in the setting's `finisher`, while the next layer converts. Raises CheckpointError,
-    UnsupportedError or OutputError, also through the result; then there is no file.
+    writer: ExpertsFileWriter
+    entry: Future[LayerEntry]
+
+
+def write_layer(begun: LayerRun, setting: Setting, path: Path, progress: ByteProgress) -> LayerWriting:
+    """Start to convert a layer into the file `path`, in the setting's threads.
+
+    Raises OutputError when there can be no such file; through the result also CheckpointError and UnsupportedError.
+    Then there is no file.
     """
     layer, entry = begun.layer, begun.entry
     specs = [
@@ -60,50 +68,42 @@ def write_layer(begun: LayerRun, setting: Setting, path: Path, progress: BytePro
     ]
     reserve = metadata_size(layer_metadata({layer.layer_name: entry}, __version__))
     writer = ExpertsFileWriter(path, specs, reserve)
-    try:
-        # Both sublayers at once: a tensor is hashed front to back, so two of them keep two processors busy.
-        with ThreadPoolExecutor(len(begun.runs), thread_name_prefix="write") as lanes:
-            try:
-                written = [lanes.submit(_write_sublayer, layer, run, writer, progress) for run in begun.runs]
-                for done in wait(written, return_when=FIRST_EXCEPTION).done:
-                    done.result()
-            except BaseException:
-                writer.stop()  # or an interrupt would wait until the other sublayer is written
-                raise
-    except BaseException:
-        writer.abort()
-        raise
-    return setting.finisher.submit(_finish, writer, layer.layer_name, entry)
+    # A tensor is hashed front to back by one thread: several sublayers at once keep several processors busy.
+    parts = [setting.lanes.submit(_write_sublayer, layer, run, writer, progress) for run in begun.runs]
+    return LayerWriting(writer, setting.finisher.submit(_finish, writer, parts, layer.layer_name, entry))
 
 
-def _finish(writer: ExpertsFileWriter, layer_name: str, entry: LayerEntry) -> LayerEntry:
+def _finish(
+    writer: ExpertsFileWriter, parts: Sequence[Future[None]], layer_name: str, entry: LayerEntry
+) -> LayerEntry:
     with writer:
+        try:
+            for done in wait(parts, return_when=FIRST_EXCEPTION).done:
+                done.result()
+        except BaseException:
+            writer.stop()  # what still runs ends at its next piece
+            wait(parts)
+            raise
         whole = _with_digests(entry, writer.digests())
         writer.finish(layer_metadata({layer_name: whole}, __version__))
     return whole
 
 
-def _write_sublayer(
-    layer: LayerPlan, run: SublayerRun, writer: ExpertsFileWriter, progress: ByteProgress
-) -> None:
+def _write_sublayer(layer: LayerPlan, run: SublayerRun, writer: ExpertsFileWriter, progress: ByteProgress) -> None:
     names = {key: stored_name(layer.layer_name, run.plan.name, key) for key in TENSOR_NAMES}
 
-    def place(experts: range, packed: Packed) -> None:
-        # In the thread that converted the slice, while it is still in that processor's cache.
-        for key, value in packed.items():
-            data = as_bytes(value)
-            writer.place(names[key], experts.start * (data.nbytes // len(experts)), data)
+    def place(experts: range, packed: torch.Tensor) -> None:
+        data = as_bytes(packed)
+        writer.place(names["weight"], experts.start * (data.nbytes // len(experts)), data)
 
-    share = source_bytes_of(run.plan, run.gatherer.checkpoint.tensors)
+    for key, value in run.small().items():
+        writer.write(names[key], as_bytes(value))
     done = 0
-    for number, packed in enumerate(run.results(place), 1):
-        for key, value in packed.items():
-            writer.append_digest(names[key], as_bytes(value))
-        reached = share * number // len(run.chunks)
+    for number, packed in enumerate(run.weights(place), 1):
+        writer.append_digest(names["weight"], as_bytes(packed))
+        reached = run.source_bytes * number // len(run.chunks)
         progress.advance(reached - done)
         done = reached
-    for key, value in run.converter.common().items():
-        writer.write(names[key], as_bytes(value.cpu()))
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

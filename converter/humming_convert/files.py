@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from humming_convert.errors import OutputError
 
+# What the disk's blocks, the memory's pages and O_DIRECT's rules are all multiples or divisors of.
+PAGE = 4096
 _HASH_QUEUE = 4
 
 
@@ -79,7 +82,12 @@ class BackgroundHash:
 
 
 class TempFile:
-    """A file under a temporary name: `commit()` gives it its final one, `abort()` removes it."""
+    """A file under a temporary name: `commit()` gives it its final one, `abort()` removes it.
+
+    What lies in whole pages, in memory and in the file, goes to the disk past the page cache where the file system
+    can do that: no copy, no memory taken from others, and nothing is left to flush at the end. Everything else goes
+    through the cache. Several threads may write different parts at once.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,16 +98,30 @@ class TempFile:
             self._fd = os.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise os_error(path, "create the file", error) from error
+        self._direct = _open_direct(self._temp)
         self._open = True
 
     def write_at(self, data: memoryview, offset: int) -> None:
         """All of `data` at `offset`. Raises OutputError with path, bytes and offset."""
-        done = 0
+        done = self._write_direct(data, offset)
         try:
             while done < data.nbytes:
                 done += os.pwrite(self._fd, data[done:], offset + done)
         except OSError as error:
             raise os_error(self.path, f"write {data.nbytes - done} bytes at {offset + done}", error) from error
+
+    def _write_direct(self, data: memoryview, offset: int) -> int:
+        """Bytes of `data` that went past the page cache; what is left, and any failure, is for the usual way."""
+        if self._direct < 0 or data.nbytes < PAGE or (data.nbytes | offset | _address(data)) % PAGE:
+            return 0
+        done = 0
+        try:
+            while done < data.nbytes and not done % PAGE:
+                done += os.pwrite(self._direct, data[done:], offset + done)
+        except OSError:
+            # Some file systems open such a file and refuse to write it; a full disk is told best the usual way.
+            pass
+        return done if done == data.nbytes else done - done % PAGE
 
     def commit(self) -> None:
         """Flush to the disk, close, and rename to the final name. Raises OutputError and removes the file."""
@@ -119,4 +141,25 @@ class TempFile:
 
     def _close(self) -> None:
         self._open = False
+        if self._direct >= 0:
+            os.close(self._direct)
         os.close(self._fd)
+
+
+def _open_direct(path: Path) -> int:
+    """A descriptor that writes past the page cache, or -1 where the system or the file system has no such thing."""
+    flag: int = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return -1
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag)
+    except OSError:
+        return -1
+
+
+def _address(data: memoryview) -> int:
+    """Where `data` lies in memory; an odd number for memory that may only be read, which ctypes cannot look at."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(data))
+    except TypeError:
+        return 1

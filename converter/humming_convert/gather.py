@@ -14,7 +14,7 @@ import torch
 from humming_convert import steps
 from humming_convert.checks import check_scale, check_unequal
 from humming_convert.errors import CheckpointError, Problem
-from humming_convert.plan import StackedTensor
+from humming_convert.plan import Part, StackedTensor
 from humming_convert.source import Checkpoint, Payload, TensorHeader
 from humming_loader.dtypes import dtype_info
 
@@ -40,79 +40,102 @@ class Gatherer:
     checkpoint: Checkpoint
     payload: Payload
 
-    def stack(self, tensor: StackedTensor, experts: range | None = None) -> torch.Tensor:
-        """`tensor` for `experts` (None: all), shape `(len(experts), ...)`, dtype `tensor.dtype`, on the CPU.
+    def stack(self, tensor: StackedTensor) -> torch.Tensor:
+        """All of `tensor`: what `slices(tensor).read` gives for every expert, and raises."""
+        return self.slices(tensor).read(range(tensor.shape[0]))
+
+    def slices(self, tensor: StackedTensor) -> StackReader:
+        """A reader of `tensor`, for as many slices of experts as are wanted."""
+        return StackReader(self.checkpoint, self.payload, tensor)
+
+
+class StackReader:
+    """Reads one stacked tensor by slices of experts, from several threads if need be."""
+
+    def __init__(self, checkpoint: Checkpoint, payload: Payload, tensor: StackedTensor) -> None:
+        self._headers = checkpoint.tensors
+        self._payload = payload
+        self._tensor = tensor
+        self._dtype = torch_dtype(tensor.dtype, tensor.name)
+        self._per_expert = len(tensor.parts) // tensor.shape[0]
+        # Whether the parts, one after the other as they are stored, are the stacked tensor's bytes.
+        self._is_one_run = (
+            not tensor.steps
+            and tensor.axis == 0
+            and all(self._headers[part.source].dtype == tensor.dtype for part in tensor.parts)
+        )
+
+    def read(self, experts: range) -> torch.Tensor:
+        """The tensor for `experts`, shape `(len(experts), ...)`, dtype the tensor's, on the CPU.
 
         Raises CheckpointError when a file changed or when a scale holds a value that cannot be (NaN, infinite,
         or negative where the format forbids it).
         """
-        chosen = range(tensor.shape[0]) if experts is None else experts
-        out = torch.empty((len(chosen), *tensor.shape[1:]), dtype=torch_dtype(tensor.dtype, tensor.name))
+        tensor = self._tensor
+        out = torch.empty((len(experts), *tensor.shape[1:]), dtype=self._dtype)
         if tensor.check and tensor.steps:
-            self._check_parts(tensor)
+            self._check_parts()
         if tensor.parts[0].expert is None:
-            self._fill_fused(tensor, chosen, out)
-        elif self._is_one_run(tensor):
-            self._read_run(tensor, chosen, out)
+            self._fill_fused(experts, out)
+        elif self._is_one_run:
+            self._read_run(experts, out)
         else:
-            self._fill_per_expert(tensor, chosen, out)
-        if tensor.check and not tensor.steps:
-            problem = check_scale(tensor.name, out, tensor.check)
-            if problem is not None:
-                self._check_parts(tensor)
-                raise CheckpointError([problem])
-        per_expert = len(tensor.parts) // tensor.shape[0]
-        sources = [part.source for part in tensor.parts[chosen.start * per_expert : chosen.stop * per_expert]]
-        unequal = check_unequal(sources, out, tensor.check)
-        if unequal:
-            raise CheckpointError(unequal)
+            self._fill_per_expert(experts, out)
+        if tensor.check:
+            self._check(experts, out)
         return out
 
-    def _check_parts(self, tensor: StackedTensor) -> None:
+    def _check(self, experts: range, out: torch.Tensor) -> None:
+        if not self._tensor.steps:
+            problem = check_scale(self._tensor.name, out, self._tensor.check)
+            if problem is not None:
+                self._check_parts()
+                raise CheckpointError([problem])
+        unequal = check_unequal([part.source for part in self._parts(experts)], out, self._tensor.check)
+        if unequal:
+            raise CheckpointError(unequal)
+
+    def _check_parts(self) -> None:
         """Say of the source's own tensors, as they are stored, what is wrong with their values."""
         found = (
-            check_scale(part.source, self._read(self.checkpoint.tensors[part.source]), tensor.check)
-            for part in tensor.parts
+            check_scale(part.source, self._value(self._headers[part.source]), self._tensor.check)
+            for part in self._tensor.parts
         )
         problems = [problem for problem in found if problem is not None]
         if problems:
             raise CheckpointError(problems)
 
-    def _is_one_run(self, tensor: StackedTensor) -> bool:
-        """Whether the parts, one after the other as they are stored, are the stacked tensor's bytes."""
-        same_dtype = all(self.checkpoint.tensors[part.source].dtype == tensor.dtype for part in tensor.parts)
-        return not tensor.steps and tensor.axis == 0 and same_dtype
+    def _parts(self, experts: range) -> tuple[Part, ...]:
+        return self._tensor.parts[experts.start * self._per_expert : experts.stop * self._per_expert]
 
-    def _read_run(self, tensor: StackedTensor, experts: range, out: torch.Tensor) -> None:
+    def _read_run(self, experts: range, out: torch.Tensor) -> None:
         """Read every part to where it belongs, with no copy on the way."""
-        per_expert = len(tensor.parts) // tensor.shape[0]
         target = _bytes_of(out)
         offset = 0
-        for part in tensor.parts[experts.start * per_expert : experts.stop * per_expert]:
-            end = offset + self.checkpoint.tensors[part.source].nbytes
-            self.payload.read_into(part.source, target[offset:end])
+        for part in self._parts(experts):
+            end = offset + self._headers[part.source].nbytes
+            self._payload.read_into(part.source, target[offset:end])
             offset = end
         if offset != target.nbytes:
-            raise ValueError(f"{tensor.name}: parts of {offset} bytes for {target.nbytes}")
+            raise ValueError(f"{self._tensor.name}: parts of {offset} bytes for {target.nbytes}")
 
-    def _fill_per_expert(self, tensor: StackedTensor, experts: range, out: torch.Tensor) -> None:
-        per_expert = len(tensor.parts) // tensor.shape[0]
+    def _fill_per_expert(self, experts: range, out: torch.Tensor) -> None:
         for row, expert in enumerate(experts):
-            parts = tensor.parts[expert * per_expert : (expert + 1) * per_expert]
-            values = [self._through_steps(tensor, self._read(self.checkpoint.tensors[part.source])) for part in parts]
-            _place(values, out[row], tensor.axis)
+            parts = self._parts(range(expert, expert + 1))
+            values = [self._through_steps(self._value(self._headers[part.source])) for part in parts]
+            _place(values, out[row], self._tensor.axis)
 
-    def _fill_fused(self, tensor: StackedTensor, experts: range, out: torch.Tensor) -> None:
-        headers = (self.checkpoint.tensors[part.source] for part in tensor.parts)
-        values = [self._through_steps(tensor, self._read(header, experts)) for header in headers]
-        _place(values, out, 1 + tensor.axis)
+    def _fill_fused(self, experts: range, out: torch.Tensor) -> None:
+        headers = (self._headers[part.source] for part in self._tensor.parts)
+        values = [self._through_steps(self._value(header, experts)) for header in headers]
+        _place(values, out, 1 + self._tensor.axis)
 
-    def _through_steps(self, tensor: StackedTensor, value: torch.Tensor) -> torch.Tensor:
-        for step in tensor.steps:
+    def _through_steps(self, value: torch.Tensor) -> torch.Tensor:
+        for step in self._tensor.steps:
             value = steps.apply(step, value)
         return value
 
-    def _read(self, header: TensorHeader, experts: range | None = None) -> torch.Tensor:
+    def _value(self, header: TensorHeader, experts: range | None = None) -> torch.Tensor:
         """The source tensor, or the rows `experts` of one that holds every expert on axis 0."""
         shape: Sequence[int] = header.shape
         start = 0
@@ -120,7 +143,7 @@ class Gatherer:
             start = experts.start * (header.nbytes // header.shape[0])
             shape = (len(experts), *header.shape[1:])
         value = torch.empty(tuple(shape), dtype=torch_dtype(header.dtype, header.name))
-        self.payload.read_into(header.name, _bytes_of(value), start)
+        self._payload.read_into(header.name, _bytes_of(value), start)
         return value
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +25,9 @@ from humming_convert.progress import ByteProgress
 from humming_convert.source import Checkpoint, Payload
 from humming_loader.entries import LayerEntry
 
+_SUBLAYERS = 2  # w13 and w2
+_SLICES_AHEAD = 2
+
 
 def convert_layers(
     plan: ConversionPlan,
@@ -41,10 +45,12 @@ def convert_layers(
     check_all_compatible(plan, options)
     gatherer = Gatherer(checkpoint, payload)
     names = [experts_file.file_name(number, len(plan.layers)) for number in range(1, len(plan.layers) + 1)]
-    written: dict[str, Future[LayerEntry]] = {}
+    lanes = max(_SUBLAYERS, options.workers // 2)
     with (
         ThreadPoolExecutor(options.workers, thread_name_prefix="convert") as pool,
+        ThreadPoolExecutor(max(2, options.workers // 2), thread_name_prefix="disk") as disk,
         ThreadPoolExecutor(1, thread_name_prefix="prepare") as preparer,
+        ThreadPoolExecutor(lanes, thread_name_prefix="sublayer") as sublayers,
         ThreadPoolExecutor(1, thread_name_prefix="finish") as finisher,
         emulate(options.target, torch.device(options.device)),  # held, so that slices find the seams in place
         _one_thread_per_operation(),
@@ -56,25 +62,35 @@ def convert_layers(
             param_dtype=plan.param_dtype,
             device=options.device,
             pool=pool,
+            disk=disk,
+            lanes=sublayers,
             finisher=finisher,
-            workers=options.workers,
+            ahead=_SLICES_AHEAD + 2 * options.workers // lanes,
         )
 
         def prepare(index: int) -> experts_file.LayerRun:
             _check_bookkeeping(plan.layers[index], checkpoint, payload)
             return experts_file.begin_layer(plan.layers[index], gatherer, setting, names[index])
 
-        begun = preparer.submit(prepare, 0)
-        for index, layer in enumerate(plan.layers):
-            progress.label(layer.layer_name)
-            current = begun.result()
-            if index + 1 < len(plan.layers):
-                begun = preparer.submit(prepare, index + 1)
-            future = experts_file.write_layer(current, setting, folder.path(names[index]), progress)
-            for earlier in written.values():
-                earlier.result()  # at most one file waits for the disk, and its failure ends the run here
-            written[layer.layer_name] = future
-        return {layer_name: future.result() for layer_name, future in written.items()}
+        under_way: deque[experts_file.LayerWriting] = deque()
+        entries: list[LayerEntry] = []
+        try:
+            begun = preparer.submit(prepare, 0)
+            for index, layer in enumerate(plan.layers):
+                current = begun.result()
+                if index + 1 < len(plan.layers):
+                    begun = preparer.submit(prepare, index + 1)
+                # One layer more than the lanes can take: a lane that is done finds the next sublayer waiting.
+                while len(under_way) > lanes // _SUBLAYERS:
+                    entries.append(under_way.popleft().entry.result())
+                progress.label(layer.layer_name)
+                under_way.append(experts_file.write_layer(current, setting, folder.path(names[index]), progress))
+            entries += [writing.entry.result() for writing in under_way]
+        except BaseException:
+            for writing in under_way:
+                writing.writer.stop()  # or leaving would wait until these layers are written
+            raise
+        return {layer.layer_name: entry for layer, entry in zip(plan.layers, entries, strict=True)}
 
 
 def _check_bookkeeping(layer: LayerPlan, checkpoint: Checkpoint, payload: Payload) -> None:

@@ -14,11 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from humming_convert.errors import OutputError
-from humming_convert.files import BackgroundHash, TempFile
+from humming_convert.files import PAGE, TempFile
 from humming_loader.dtypes import dtype_info, tensor_nbytes
-
-# Pages, so that a reader may bypass the page cache; safetensors itself asks for 8.
-PAYLOAD_ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,12 @@ class TensorSpec:
 
 
 def storage_order(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Widest elements first, else as given: each tensor then begins at a multiple of its element size."""
-    return sorted(tensors, key=lambda spec: -dtype_info(spec.dtype, spec.name).bits)
+    """Tensors of whole pages first, then widest elements first, else as given.
+
+    Each tensor then begins at a multiple of its element size, and the large ones (a packed weight always fills whole
+    pages) at a page, so that a writer and a reader may go past the page cache.
+    """
+    return sorted(tensors, key=lambda spec: (spec.nbytes % PAGE != 0, -dtype_info(spec.dtype, spec.name).bits))
 
 
 def offsets_of(ordered: Sequence[TensorSpec]) -> dict[str, tuple[int, int]]:
@@ -69,7 +70,8 @@ class ExpertsFileWriter:
     """A safetensors file whose tensors grow chunk by chunk, several at a time.
 
     `metadata_reserve` is `metadata_size()` of the metadata that `finish` will be given, or more. Use it as a
-    context manager: leaving it without `finish` removes what was written. One thread at a time may call it.
+    context manager: leaving it without `finish` removes what was written. Any thread may call `place`; each tensor's
+    `append_digest` is called by one thread at a time.
     """
 
     def __init__(self, path: Path, tensors: Sequence[TensorSpec], metadata_reserve: int) -> None:
@@ -81,12 +83,10 @@ class ExpertsFileWriter:
         self._ordered = storage_order(tensors)
         self._offsets = offsets_of(self._ordered)
         header = 8 + len(header_bytes(self._ordered, {})) + metadata_reserve
-        self._payload = -(-header // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+        self._payload = -(-header // PAGE) * PAGE
         self._hashed = dict.fromkeys(names, 0)
         self._digests = {name: hashlib.sha256() for name in names}
         self._file = TempFile(path)
-        # One stream a tensor: w13 and w2 are hashed at the same time.
-        self._hashes = {name: BackgroundHash() for name in names}
         self._finished = False
         self._stopped = False
 
@@ -112,12 +112,9 @@ class ExpertsFileWriter:
         self._file.write_at(view, self._payload + self._offsets[name][0] + start)
 
     def append_digest(self, name: str, data: memoryview | bytes | bytearray) -> None:
-        """Hash the next bytes of tensor `name`, in order, after they were placed.
-
-        The buffer must not change until `digests` has returned. Raises OutputError for more bytes than the tensor has.
-        """
+        """Hash the next bytes of tensor `name`, in order. Raises OutputError for more bytes than the tensor has."""
         view = self._piece(name, self._hashed.get(name, 0), data)
-        self._hashes[name].update(self._digests[name], view)
+        self._digests[name].update(view)
         self._hashed[name] += view.nbytes
 
     def _piece(self, name: str, start: int, data: memoryview | bytes | bytearray) -> memoryview:
@@ -144,8 +141,6 @@ class ExpertsFileWriter:
         ]
         if missing:
             raise OutputError(f"{self.path}: not complete: {'; '.join(missing)}")
-        for stream in self._hashes.values():
-            stream.wait()
         return {name: digest.hexdigest() for name, digest in self._digests.items()}
 
     def finish(self, metadata: Mapping[str, str]) -> dict[str, str]:
@@ -162,7 +157,6 @@ class ExpertsFileWriter:
         self._file.write_at(memoryview(space.to_bytes(8, "little") + header.ljust(space)), 0)
         self._file.commit()
         self._finished = True
-        self._close_hashes()
         return digests
 
     def stop(self) -> None:
@@ -172,13 +166,8 @@ class ExpertsFileWriter:
     def abort(self) -> None:
         """Remove what was written; nothing happens after `finish`."""
         if not self._finished:
-            self._close_hashes()
             self._file.abort()
             self._finished = True
-
-    def _close_hashes(self) -> None:
-        for stream in self._hashes.values():
-            stream.close()
 
     def _require_open(self) -> None:
         if self._finished or self._stopped:

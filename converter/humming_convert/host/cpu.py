@@ -8,6 +8,7 @@ checks would.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from humming_convert.host import native
 from humming_convert.host.foreign import Foreign
 
 Operator = Callable[..., Foreign]
+_PAGE = 4096
 NAMES = ("pack_weight", "unpack_weight", "convert_weight", "repack_weight", "process_mxfp4_w4a8_weight")
 MISSING = ("quant_weight", "dequant_weight")
 
@@ -40,6 +42,15 @@ def _output(
     if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:
         raise ValueError(f"expected outputs {shape} {dtype}, found {tuple(given.shape)} {given.dtype}")
     return given
+
+
+def _page_aligned(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """An int32 tensor that begins at a page, so that it can be written to a disk without a copy."""
+    if device.type == "meta":
+        return torch.empty(shape, dtype=torch.int32, device=device)
+    room = torch.empty(math.prod(shape) + _PAGE // 4, dtype=torch.int32)
+    start = -room.data_ptr() % _PAGE // 4
+    return room[start : start + math.prod(shape)].view(shape)
 
 
 def pack_weight(inputs: torch.Tensor, num_bits: int, outputs: torch.Tensor | None = None) -> torch.Tensor:
@@ -151,7 +162,9 @@ def repack_weight(
     experts = inputs.shape[0] if inputs.ndim == 3 else 1
     rows = 64 if use_packed_k_layout else 256 // activation_bits
     shape = (k // rows, n * rows * weight_bits // 32)
-    out = _output(outputs, (experts, *shape) if inputs.ndim == 3 else shape, torch.int32, inputs.device)
+    full = (experts, *shape) if inputs.ndim == 3 else shape
+    given = _page_aligned(full, inputs.device) if outputs is None else outputs
+    out = _output(given, full, torch.int32, inputs.device)
     zeros = (
         _packed_zero_points(inputs, zero_point, weight_bits, is_weight_packed)
         if should_preprocess_with_zp
