@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,11 +26,13 @@ from humming_loader.reader import ExpertsFile
 from humming_loader.slicing import TensorSlice
 
 VERIFY_VARIABLE = "HUMMING_LOADER_VERIFY"
-BUFFER_BYTES = 16 << 20
+# Two a worker: while one is on its way to the device the other is read. 16 workers pin 256 MiB.
+BUFFER_BYTES = 8 << 20
+BUFFERS = 2
 HASH_BYTES = 4 << 20
 # Ranges closer than this are read as one: the kernel reads ahead further than that anyway.
 GAP_BYTES = 16 << 10
-WORKERS = 8
+WORKERS = min(16, max(4, os.cpu_count() or 1))
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -131,40 +134,68 @@ def _run(files: Mapping[str, ExpertsFile], moves: Sequence[Move], pool: ThreadPo
     local = threading.local()
     devices = {move.target.device for move in moves if move.target.is_cuda}
     ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+    stagings: list[_Staging] = []
 
     def work(piece: _Piece) -> None:
         target = _target_bytes(piece)
         if not target.is_cuda:
             _read(files, piece, target.numpy())
             return
-        buffer = _buffer(local, target.numel())
+        staging: _Staging | None = getattr(local, "staging", None)
+        if staging is None:
+            local.staging = staging = _Staging(ready)
+            stagings.append(staging)
+        buffer = staging.buffer(target.numel())
         _read(files, piece, buffer.numpy())
-        stream = _stream(local, target.device)
-        with torch.cuda.stream(stream):
+        staging.send(buffer, target)
+
+    try:
+        for _ in pool.map(work, _pieces(moves)):
+            pass
+    finally:
+        for staging in stagings:
+            staging.wait()
+
+
+class _Staging:
+    """One thread's pinned buffers and its stream: a buffer is read into while the one before it is copied."""
+
+    def __init__(self, ready: Mapping[torch.device, torch.cuda.Event]) -> None:
+        self._ready = ready
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """`size` bytes of pinned memory that no copy uses; more than BUFFER_BYTES where one expert needs it."""
+        held = None
+        if len(self._under_way) >= BUFFERS:
+            held, copied = self._under_way.popleft()
+            copied.synchronize()
+        if held is None or held.numel() < size:
+            held = torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, device="cpu", pin_memory=True)
+        return held[:size]
+
+    def send(self, buffer: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy `buffer` to `target` behind whatever this thread copied before."""
+        stream = self._streams.get(target.device)
+        if stream is None:
+            stream = self._streams[target.device] = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
             # The allocator may have handed out memory that a kernel queued earlier still writes.
-            stream.wait_event(ready[target.device])
+            stream.wait_event(self._ready[target.device])
+        with torch.cuda.stream(stream):
             target.copy_(buffer, non_blocking=True)
-        stream.synchronize()
+        self._under_way.append((_whole(buffer), stream.record_event()))
 
-    for _ in pool.map(work, _pieces(moves)):
-        pass
-
-
-def _buffer(local: threading.local, size: int) -> torch.Tensor:
-    """This thread's pinned buffer, `size` bytes of it; it grows when one expert is larger than BUFFER_BYTES."""
-    held: torch.Tensor | None = getattr(local, "buffer", None)
-    if held is None or held.numel() < size:
-        held = torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, device="cpu", pin_memory=True)
-        local.buffer = held
-    return held[:size]
+    def wait(self) -> None:
+        """Return when everything is copied."""
+        while self._under_way:
+            self._under_way.popleft()[1].synchronize()
 
 
-def _stream(local: threading.local, device: torch.device) -> torch.cuda.Stream:
-    streams: dict[torch.device, torch.cuda.Stream] = getattr(local, "streams", {})
-    local.streams = streams
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return streams[device]
+def _whole(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer that `buffer` is the beginning of."""
+    base: torch.Tensor | None = buffer._base
+    return buffer if base is None else base
 
 
 def _target_bytes(piece: _Piece) -> torch.Tensor:
