@@ -8,7 +8,7 @@ setup(
     ext_modules=[
         Extension(
             "humming_convert.host._native",
-            sources=[f"{HOST}/{name}.cpp" for name in ("module", "codes", "repack", "repack_avx2", "awq")],
+            sources=[f"{HOST}/{name}.cpp" for name in ("module", "codes", "repack", "repack_avx2", "awq", "scales")],
             depends=[f"{HOST}/native.h"],
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"],

@@ -31,6 +31,7 @@ def seams() -> dict[str, Foreign]:
         "compiler version": modules.config_config._cuda_compiler_version,
         "transform": modules.transform.transform_humming_weight,
         "pad": modules.transform.check_and_pad_tensors,
+        "scale": modules.transform.transform_humming_weight_scale,
         "fit": getattr(modules.transform, "fit_fused_e8m0_scale_range", None),
         "awq": awq.__dict__["_convert_humming"],
         "torch.cuda.device": torch.cuda.device,

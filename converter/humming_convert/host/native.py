@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
@@ -25,6 +26,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "hc_fold_e2m1": [_P, _P, _P, _I64, _I64],
     "hc_repack": [_P, _INT],
     "hc_awq": [_P, _P, _I64, _I64, _I64, _INT],
+    "hc_transpose": [_P, _P, _I64, _I64, _I64, _INT, _P, _I64, _INT],
 }
 
 _REPACK_ERRORS = {
@@ -178,6 +180,22 @@ def awq_to_packed(qweight: torch.Tensor, out: torch.Tensor, *, fast: bool = True
         raise ValueError(f"cannot transpose {tuple(qweight.shape)} into {tuple(out.shape)}")
     experts = qweight.numel() // (k * n // 8)
     _raise(_library().hc_awq(qweight.data_ptr(), out.data_ptr(), experts, k, n, int(fast)), "transpose", 4)
+
+
+def transpose(values: torch.Tensor, out: torch.Tensor, order: Sequence[int], *, fast: bool = True) -> None:
+    """`[..., n, groups]` of 1, 2 or 4 bytes as `[..., groups, n]`, column i of each block of `len(order)` columns
+    being row `order[i]` of that block of rows. Raises ValueError when n is not whole blocks."""
+    _check(values, values.dtype)
+    _check(out, values.dtype)
+    n, groups = values.shape[-2:]
+    if tuple(out.shape) != (*values.shape[:-2], groups, n) or n % len(order):
+        raise ValueError(f"cannot transpose {tuple(values.shape)} into {tuple(out.shape)} by blocks of {len(order)}")
+    rows = (ctypes.c_int32 * len(order))(*order)
+    where = None if len(order) == 1 else rows
+    pointers = (values.data_ptr(), out.data_ptr())
+    shape = (values.numel() // (n * groups), n, groups, values.element_size())
+    if _library().hc_transpose(*pointers, *shape, where, len(order), int(fast)):
+        raise ValueError(f"cannot transpose {values.dtype} by {tuple(order)}")
 
 
 def _raise(code: int, name: str, bits: int) -> None:

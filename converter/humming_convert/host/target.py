@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import torch
 
 from humming_convert.errors import Problem, UnsupportedError
-from humming_convert.host import cpu, shadow
+from humming_convert.host import cpu, scales, shadow
 from humming_convert.host.foreign import Foreign
 from humming_convert.target import Target
 
@@ -211,6 +211,7 @@ def _seams() -> Iterator[tuple[Foreign, str, Foreign]]:
     for name in cpu.MISSING:
         yield modules.ops, name, cpu.missing(name, getattr(modules.ops, name))
     yield from shadow.seams(modules)
+    yield from scales.seams(modules)
 
 
 def _replace(owner: Foreign, name: str, replacement: Foreign) -> None:
