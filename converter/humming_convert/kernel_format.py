@@ -20,6 +20,7 @@ from humming_convert.host.foreign import Foreign
 from humming_convert.host.target import emulate, humming
 from humming_convert.host.weight_steps import contains_lowest, lay_out
 from humming_convert.schemas import choose_input_schema, input_schema_of, param_dtype_of, weight_schema_of
+from humming_convert.source_conversion import SourceConversion
 from humming_convert.sublayer_inputs import (
     Facts,
     attributes,
@@ -119,29 +120,35 @@ class SublayerConverter:
         self.param_dtype = param_dtype_of(param_dtype)
         self.num_experts = num_experts
         self.has_bias = has_bias
-        self._n, self._k, self._stacks = shape_n, shape_k, list(shape_n_stacks)
-        self._source = weight_schema_of(weight_schema)
+        self._n, self._k, stacks = shape_n, shape_k, list(shape_n_stacks)
+        schema = weight_schema_of(weight_schema)
         self._source_input, self._allow_fallback = input_schema_of(input_schema)
         self._device = next((tensor.device for tensor in small.values()), torch.device("cpu"))
-        self._facts = Facts(self._source, shape_n, shape_k, num_experts, target)
+        self._facts = Facts(schema, shape_n, shape_k, num_experts, target)
         self._lock = threading.Lock()
         self._scanned, self._seen = 0, False
-        attrs = attributes(self._facts, self.param_dtype, has_bias, len(self._stacks))
-        self._weight_key = weight_name(attrs, self._facts)
-        self._weight_attr = attrs[self._weight_key]
-        check_given(small, attrs, self._stacks, self._facts)
-        self._small = checked_small(small, attrs, self._weight_key, self._facts)
-        meta = torch.empty(self._weight_attr["shape"], dtype=self._weight_attr["dtype"], device="meta")
+        attrs = attributes(self._facts, self.param_dtype, has_bias, len(stacks))
+        weight_key = weight_name(attrs, self._facts)
+        check_given(small, attrs, stacks, self._facts)
+        self._source = SourceConversion(
+            schema=schema,
+            stacks=stacks,
+            k=shape_k,
+            param_dtype=self.param_dtype,
+            num_experts=num_experts,
+            weight_key=weight_key,
+            weight_attr=attrs[weight_key],
+            small=checked_small(small, attrs, weight_key, self._facts),
+        )
         with self._humming():
-            self._schema, self._tensors = self._convert_source({**self._small, self._weight_key: meta}, num_experts)
+            self._schema, self._tensors = self._source.whole()
             self._source_input_final, self._inputs = self._source_input.convert_humming(
                 tensors=dict(small),
-                shape_n_stacks=self._stacks,
+                shape_n_stacks=stacks,
                 shape_k_stacks=[shape_k],
                 param_dtype=self.param_dtype,
                 num_experts=num_experts,
             )
-            self._outlines = self._outlined(meta)
             self.needs_scan: bool = self._symmetric(has_lowest_code=False)[0].b_dtype != self._schema.b_dtype
         self.whole = False
         self._record: shadow.Record | None = None
@@ -156,7 +163,7 @@ class SublayerConverter:
         if self._record is not None:
             return self._seen
         with self._humming():
-            packed = self._packed_source(weight, None)
+            packed = self._source.packed(weight, None)
             found = contains_lowest(packed, self._schema.b_dtype.num_bits)
         with self._lock:
             self._scanned += weight.shape[0]
@@ -186,7 +193,7 @@ class SublayerConverter:
         with self._humming():
             if self.whole:
                 return self._convert_whole(weight)["weight"]
-            source = self._packed_source(weight, rows)
+            source = self._source.packed(weight, rows)
             return lay_out(source, rows, schema=self._schema, config=self.config, record=self._decided())
 
     def small(self) -> dict[str, torch.Tensor]:
@@ -250,35 +257,6 @@ class SublayerConverter:
     # --- Humming's steps
     # -------------------------------------------------------------------------------------
 
-    def _convert_source(
-        self, tensors: Mapping[str, torch.Tensor], experts: int
-    ) -> tuple[Foreign, dict[str, torch.Tensor]]:
-        schema, converted = self._source.convert_humming(
-            tensors=dict(tensors),
-            shape_n_stacks=self._stacks,
-            shape_k_stacks=[self._k],
-            param_dtype=self.param_dtype,
-            num_experts=experts,
-            convert_symmetric_integer=False,
-        )
-        return schema, converted
-
-    def _outlined(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What stands for the small tensors when only the weight is converted: their shapes, if those will
-        do.
-
-        Scales of one value per projection, and zero points, are always looked at, and cost little.
-        """
-        outlines = {
-            name: tensor.to("meta") if tensor.ndim == 3 and tensor.dtype != torch.int32 else tensor
-            for name, tensor in self._small.items()
-        }
-        try:
-            self._convert_source({**outlines, self._weight_key: weight}, self.num_experts)
-        except (RuntimeError, NotImplementedError):
-            return self._small
-        return outlines
-
     def _symmetric(self, *, has_lowest_code: bool) -> tuple[Foreign, dict[str, torch.Tensor]]:
         """Humming's choice between offset and sign-magnitude codes, asked with a stand-in for the weight."""
         fill = 0 if has_lowest_code else -1
@@ -305,27 +283,8 @@ class SublayerConverter:
         return config, final
 
     def _convert_whole(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        packed = self._packed_source(weight, slice(0, self.num_experts))
+        packed = self._source.packed(weight, slice(0, self.num_experts))
         tensors = {name: tensor for name, tensor in self._tensors.items() if name != "weight"}
         self.config, final = self._prepare({**tensors, "weight": packed})
         check_finite(final, self._facts)
         return final
-
-    # --- the weight, slice by slice
-    # --------------------------------------------------------------------------
-
-    def _packed_source(self, weight: torch.Tensor, rows: slice | None) -> torch.Tensor:
-        """A slice of the source's weight as Humming's packed int32 `[e, N, K * bits / 32]`."""
-        attr = self._weight_attr
-        expected = (weight.shape[0], *attr["shape"][1:])
-        if tuple(weight.shape) != expected or weight.dtype != attr["dtype"] or weight.shape[0] == 0:
-            found = f"{tuple(weight.shape)} {weight.dtype}"
-            raise UnsupportedError([Problem(self._weight_key, f"{expected} {attr['dtype']}", found)])
-        count = weight.shape[0]
-        rows = slice(0, count) if rows is None else rows
-        slices = {
-            name: tensor[rows] if tensor.ndim and tensor.shape[0] == self.num_experts else tensor
-            for name, tensor in self._outlines.items()
-        }
-        _, converted = self._convert_source({**slices, self._weight_key: weight.contiguous()}, count)
-        return converted["weight"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.support.codes import pack_bits, random_codes
 from tests.support.sublayers import raw
 
 from humming_convert.host import native, scales
@@ -121,7 +122,7 @@ def test_only_an_order_inside_blocks_is_learned() -> None:
     def transposed(rows: torch.Tensor) -> torch.Tensor:
         return rows.transpose(-1, -2).contiguous()
 
-    learned = scales.learn(transposed, torch.bfloat16, torch.int16)
+    learned = scales.learn(transposed, torch.bfloat16, 2)
     assert learned is not None
     assert (learned.order, learned.result) == ((0,), torch.bfloat16)
     refused = [
@@ -135,4 +136,79 @@ def test_only_an_order_inside_blocks_is_learned() -> None:
         lambda rows: transposed(torch.cat([rows[1::2], rows[::2]])),
     ]
     for function in refused:
-        assert scales.learn(function, torch.int16, torch.int16) is None
+        assert scales.learn(function, torch.int16, 2) is None
+
+
+def packed_zero_points(bits: int, *shape: int) -> torch.Tensor:
+    """Random `bits`-bit codes packed along the second to last axis of `[..., n, groups]`."""
+    codes = np.moveaxis(random_codes(bits, bits, *shape), -1, -2)
+    return pack_bits(np.ascontiguousarray(codes), bits).transpose(-1, -2).contiguous()
+
+
+@pytest.mark.parametrize("is_ppu", [False, True])
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("shape", [(2, 128, 5), (192, 3), (3, 64, 1)])
+def test_zero_points(shape: tuple[int, ...], bits: int, is_ppu: bool) -> None:
+    modules = humming()
+    original = modules.transform.transform_humming_zero_point
+    words, dtype = packed_zero_points(bits, *shape), modules.dtypes.DataType.from_str(f"uint{bits}")
+    calls = []
+
+    def counted(given: torch.Tensor, **kwargs: Foreign) -> torch.Tensor:
+        calls.append(tuple(given.shape))
+        result: torch.Tensor = original(given, **kwargs)
+        return result
+
+    with emulate(Target(80, is_ppu=is_ppu)):
+        wanted = original(words, dtype, packed=True)
+        found = scales.transform_zero_point(counted, words, bits, dtype=dtype, packed=True)
+        through_the_seam = modules.transform.transform_humming_zero_point(words, dtype, packed=True)
+    assert tuple(words.shape) not in calls
+    for result in (found, through_the_seam):
+        assert (result.dtype, result.shape, result.is_contiguous()) == (wanted.dtype, wanted.shape, True)
+        assert raw(result) == raw(wanted)
+
+
+def test_zero_points_in_other_forms_are_left_to_humming() -> None:
+    modules = humming()
+    transform = modules.transform.transform_humming_zero_point
+    uint4 = modules.dtypes.DataType.from_str("uint4")
+    words = packed_zero_points(4, 2, 128, 4)
+    codes = torch.from_numpy(random_codes(3, 4, 2, 128, 4).astype(np.int32))
+    floats = torch.rand((2, 128, 4), generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    with emulate(Target(100)):
+        seam = modules.transform.transform_humming_zero_point
+        for given, options in ((words, {"packed": True, "num_groups_per_mma": 2}), (codes, {}), (floats, {})):
+            assert raw(seam(given, uint4, **options)) == raw(transform(given, uint4, **options))
+
+
+def test_only_an_order_of_zero_points_inside_blocks_is_learned() -> None:
+    def in_bytes(words: torch.Tensor) -> torch.Tensor:
+        codes = torch.empty((words.shape[1], words.shape[0] * 8), dtype=torch.int32)
+        native.unpack(words.transpose(-1, -2).contiguous(), codes, 4)
+        return codes.to(torch.uint8).view(torch.int32)
+
+    learned = scales.learn_zero_points(in_bytes, 4)
+    assert learned is not None
+    assert (learned.order, learned.unit_bits) == (tuple(range(32)), 8)
+    refused = [
+        lambda words: words,  # not transposed
+        lambda words: in_bytes(words).flip(0),  # groups change places
+        lambda words: in_bytes(words).flip(1),  # across all rows
+        lambda words: in_bytes(words) ^ 1,  # values change
+        lambda words: in_bytes(words)[:1],  # a group is lost
+        lambda words: in_bytes(words).to(torch.int64),
+        lambda words: torch.full_like(in_bytes(words), -1),
+    ]
+    for function in refused:
+        assert scales.learn_zero_points(function, 4) is None
+
+
+def test_zero_points_refuse_what_does_not_fit() -> None:
+    words, out = torch.zeros((2, 8, 3), dtype=torch.int32), torch.empty((2, 3, 8), dtype=torch.int32)
+    with pytest.raises(ValueError, match="cannot lay out zero points"):
+        native.zero_points(words, out.view(2, 8, 3), 4, 4, range(64))
+    with pytest.raises(ValueError, match="4-bit zero points of 64 rows in blocks of 48"):
+        native.zero_points(words, out, 4, 4, range(48))
+    with pytest.raises(ValueError, match="in blocks of 32 by 4 bits"):
+        native.zero_points(words, out, 4, 4, [32] * 32)

@@ -32,6 +32,7 @@ def seams() -> dict[str, Foreign]:
         "transform": modules.transform.transform_humming_weight,
         "pad": modules.transform.check_and_pad_tensors,
         "scale": modules.transform.transform_humming_weight_scale,
+        "zero point": modules.transform.transform_humming_zero_point,
         "fit": getattr(modules.transform, "fit_fused_e8m0_scale_range", None),
         "awq": awq.__dict__["_convert_humming"],
         "torch.cuda.device": torch.cuda.device,

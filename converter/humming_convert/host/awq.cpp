@@ -99,7 +99,23 @@ void edge(const uint32_t *in, uint32_t *out, int64_t k, int64_t n, int64_t n0, i
   }
 }
 
+void in_order(const uint32_t *in, uint32_t *out, int64_t words) {
+  for (int64_t i = 0; i < words; ++i) {
+    uint32_t word = in[i];
+    uint32_t t = (word ^ (word >> 8)) & 0x0000FF00u;  // the halves' nibbles alternate: a perfect shuffle
+    word ^= t ^ (t << 8);
+    t = (word ^ (word >> 4)) & 0x00F000F0u;
+    out[i] = word ^ t ^ (t << 4);
+  }
+}
+
 }  // namespace
+
+// in and out: words of eight codes each; the zero points of AWQ are packed along the output rows as its weights are.
+HC_EXPORT int hc_awq_in_order(const uint32_t *in, uint32_t *out, int64_t words) {
+  in_order(in, out, words);
+  return 0;
+}
 
 // in: [experts, k, n / 8], out: [experts, n, k / 8]. `fast` 0 keeps to the portable code.
 HC_EXPORT int hc_awq(const uint32_t *in, uint32_t *out, int64_t experts, int64_t k, int64_t n, int fast) {

@@ -26,6 +26,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "hc_fold_e2m1": [_P, _P, _P, _I64, _I64],
     "hc_repack": [_P, _INT],
     "hc_awq": [_P, _P, _I64, _I64, _I64, _INT],
+    "hc_zero_points": [_P, _P, _I64, _I64, _I64, _INT, _INT, _P, _I64],
+    "hc_awq_in_order": [_P, _P, _I64],
     "hc_transpose": [_P, _P, _I64, _I64, _I64, _INT, _P, _I64, _INT],
 }
 
@@ -182,6 +184,14 @@ def awq_to_packed(qweight: torch.Tensor, out: torch.Tensor, *, fast: bool = True
     _raise(_library().hc_awq(qweight.data_ptr(), out.data_ptr(), experts, k, n, int(fast)), "transpose", 4)
 
 
+def awq_in_order(words: torch.Tensor) -> torch.Tensor:
+    """AWQ's int32 words, nibbles in the order 0 2 4 6 1 3 5 7, as words of nibbles in their own order."""
+    _check(words, torch.int32)
+    out = torch.empty_like(words)
+    _library().hc_awq_in_order(words.data_ptr(), out.data_ptr(), words.numel())
+    return out
+
+
 def transpose(values: torch.Tensor, out: torch.Tensor, order: Sequence[int], *, fast: bool = True) -> None:
     """`[..., n, groups]` of 1, 2 or 4 bytes as `[..., groups, n]`, column i of each block of `len(order)` columns
     being row `order[i]` of that block of rows. Raises ValueError when n is not whole blocks."""
@@ -196,6 +206,22 @@ def transpose(values: torch.Tensor, out: torch.Tensor, order: Sequence[int], *, 
     shape = (values.numel() // (n * groups), n, groups, values.element_size())
     if _library().hc_transpose(*pointers, *shape, where, len(order), int(fast)):
         raise ValueError(f"cannot transpose {values.dtype} by {tuple(order)}")
+
+
+def zero_points(words: torch.Tensor, out: torch.Tensor, bits: int, out_bits: int, order: Sequence[int]) -> None:
+    """int32 `[..., n * bits / 32, groups]`, packed along n, as `[..., groups, n * out_bits / 32]` (4 or 8 bits a code),
+    code i of each block of `len(order)` codes being code `order[i]` of that block. Raises ValueError when n is not
+    whole blocks of a multiple of 32."""
+    _check(words, torch.int32)
+    _check(out, torch.int32)
+    packed, groups = words.shape[-2:]
+    n, block = packed * 32 // bits, len(order)
+    if packed * 32 % bits or tuple(out.shape) != (*words.shape[:-2], groups, n * out_bits // 32):
+        raise ValueError(f"cannot lay out zero points {tuple(words.shape)} as {tuple(out.shape)}")
+    rows = (ctypes.c_int32 * block)(*order)
+    shape = (words.numel() // (packed * groups), n, groups)
+    if _library().hc_zero_points(words.data_ptr(), out.data_ptr(), *shape, bits, out_bits, rows, block):
+        raise ValueError(f"cannot lay out {bits}-bit zero points of {n} rows in blocks of {block} by {out_bits} bits")
 
 
 def _raise(code: int, name: str, bits: int) -> None:

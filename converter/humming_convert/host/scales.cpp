@@ -66,7 +66,48 @@ void transpose(const Value *in, Value *out, int64_t experts, int64_t n, int64_t 
       run(in + row * groups, groups, out + row, n, order, n - row < block ? n - row : block);
 }
 
+// Zero points of one block of rows, for one group: unpacked from words `groups` apart, packed again in another order.
+HC_INLINE void zero_points_of_block(const uint32_t *in, int64_t groups, uint32_t *out, const int32_t *order, int block, int bits,
+                                    int out_bits) {
+  uint8_t codes[kMaxBlock];
+  uint64_t window = 0;
+  int filled = 0;
+  for (int i = 0; i < block; ++i) {
+    if (filled < bits) {
+      window |= uint64_t{*in} << filled;
+      in += groups;
+      filled += 32;
+    }
+    codes[i] = static_cast<uint8_t>(static_cast<uint32_t>(window) & low_mask(bits));
+    window >>= bits;
+    filled -= bits;
+  }
+  const int fields = 32 / out_bits;
+  for (int word = 0; word < block / fields; ++word) {
+    uint32_t value = 0;
+    for (int field = 0; field < fields; ++field) value |= uint32_t{codes[order[word * fields + field]]} << (field * out_bits);
+    out[word] = value;
+  }
+}
+
 }  // namespace
+
+// in: [experts, n * bits / 32, groups] packed along n, out: [experts, groups, n * out_bits / 32]; out_bits is 4 or 8.
+// Code i of a block of `block` codes is code order[i] of that block of rows.
+HC_EXPORT int hc_zero_points(const uint32_t *in, uint32_t *out, int64_t experts, int64_t n, int64_t groups, int bits, int out_bits,
+                             const int32_t *order, int64_t block) {
+  if (bits < 1 || bits > 8 || (out_bits != 4 && out_bits != 8) || bits > out_bits) return 1;
+  if (block < 32 || block > kMaxBlock || block % 32 || n % block) return 1;
+  for (int64_t i = 0; i < block; ++i)
+    if (order[i] < 0 || order[i] >= block) return 1;
+  const int64_t in_words = block * bits / 32, out_words = block * out_bits / 32;
+  for (int64_t expert = 0; expert < experts; ++expert)
+    for (int64_t row = 0; row < n / block; ++row, in += in_words * groups)
+      for (int64_t group = 0; group < groups; ++group)
+        zero_points_of_block(in + group, groups, out + ((expert * groups + group) * (n / block) + row) * out_words, order,
+                             static_cast<int>(block), bits, out_bits);
+  return 0;
+}
 
 // in: [experts, n, groups], out: [experts, groups, n]; column i of a block of columns is row order[i] of that block of rows.
 // Without an order rows stay in theirs, and n need not be whole blocks. `fast` 0 keeps to the portable code.

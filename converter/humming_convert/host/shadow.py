@@ -32,6 +32,7 @@ class Record:
 
 
 _record: ContextVar[Record | None] = ContextVar("humming_convert_record", default=None)
+_weight_only: ContextVar[bool] = ContextVar("humming_convert_weight_only", default=False)
 
 
 @contextlib.contextmanager
@@ -43,6 +44,16 @@ def recording() -> Iterator[Record]:
         yield record
     finally:
         _record.reset(token)
+
+
+@contextlib.contextmanager
+def weight_only() -> Iterator[None]:
+    """Say that of a source schema's conversion in this block, in this thread, only the weight will be looked at."""
+    token = _weight_only.set(True)
+    try:
+        yield
+    finally:
+        _weight_only.reset(token)
 
 
 def _transform_weight(original: Function) -> Function:
@@ -83,20 +94,43 @@ def _pad_tensors(original: Function) -> Function:
 
 def _awq_convert(original: Function) -> Function:
     def _convert_humming(self: Foreign, tensors: dict[str, torch.Tensor], *args: Foreign, **kwargs: Foreign) -> Foreign:
-        qweight = tensors["qweight"]
-        if self.bits != 4 or qweight.device.type not in ("cpu", "meta"):
+        if self.bits != 4 or tensors["qweight"].device.type not in ("cpu", "meta"):
             return original(self, tensors, *args, **kwargs)
-        # Humming would widen every code to 32 bits and back; it gets a corner to do that with instead.
-        corner = torch.zeros((1, 32, 4), dtype=torch.int32)
-        schema, converted = original(self, {**tensors, "qweight": corner}, *args, **kwargs)
-        k, words = qweight.shape[-2:]
-        shape = (*qweight.shape[:-2], words * 8, k // 8)
-        weight = torch.empty(shape, dtype=torch.int32, device=qweight.device)
-        if not weight.is_meta:
-            native.awq_to_packed(qweight.contiguous(), weight)
-        return schema, {**converted, "weight": weight}
+        weight = _awq_weight(tensors["qweight"])
+        if _weight_only.get():
+            return None, {"weight": weight}
+        # Humming would widen every code to 32 bits and back; it gets corners to do that with instead.
+        scales, zeros = tensors["scales"], tensors.get("qzeros")
+        corners = {"qweight": torch.zeros((1, 32, 4), dtype=torch.int32)}
+        if scales.device.type == "cpu":
+            corners["scales"] = torch.zeros((1, 1, 32), dtype=scales.dtype)
+        if zeros is not None and zeros.device.type == "cpu":
+            corners["qzeros"] = torch.zeros((1, 1, 4), dtype=torch.int32)
+        schema, converted = original(self, {**tensors, **corners}, *args, **kwargs)
+        converted = {**converted, "weight": weight}
+        if "scales" in corners:
+            converted["weight_scale"] = _transposed(scales.to(converted["weight_scale"].dtype))
+        if zeros is not None and "qzeros" in corners and "zero_point" in converted:
+            converted["zero_point"] = _transposed(native.awq_in_order(zeros.contiguous()))
+        return schema, converted
 
     return _convert_humming
+
+
+def _awq_weight(qweight: torch.Tensor) -> torch.Tensor:
+    k, words = qweight.shape[-2:]
+    weight = torch.empty((*qweight.shape[:-2], words * 8, k // 8), dtype=torch.int32, device=qweight.device)
+    if not weight.is_meta:
+        native.awq_to_packed(qweight.contiguous(), weight)
+    return weight
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The last two axes of a CPU tensor changed, contiguous."""
+    rows, columns = tensor.shape[-2:]
+    out = torch.empty((*tensor.shape[:-2], columns, rows), dtype=tensor.dtype)
+    native.transpose(tensor.contiguous(), out, [0])
+    return out
 
 
 def _int8_convert(original: Function) -> Function:
@@ -107,7 +141,8 @@ def _int8_convert(original: Function) -> Function:
         # such need.
         corner = torch.zeros((1, 1, 4), dtype=torch.int8)
         schema, converted = original(self, {**tensors, "weight": corner}, *args, **kwargs)
-        return schema, {**converted, "weight": tensors["weight"].view(torch.int32)}
+        words = tensors["weight"].view(torch.int32)
+        return schema, {**converted, "weight": torch.empty_like(words)}
 
     return _convert_humming
 
