@@ -3,11 +3,13 @@
     python scripts/bench_convert.py [--layers N] [--formats fp8_block,mxfp4,awq,ct_int4] [--runs 5] [--work DIR]
 
 One synthetic model file per format at Qwen3-30B layer shapes (128 experts, w13 1536 x 2048, w2 2048 x 768, random
-codes) is written once: 8 layers in FP8, 16 in 4 bits, about 5 GB, unless --layers says otherwise. Then `cp`, and a
+codes) is written once: 12 layers in FP8, 24 in 4 bits, about 7 GB, unless --layers says otherwise. Then `cp`, and a
 whole `humming-convert` process (start-up, SHA-256 of every tensor and fsync included), take turns; the source is read
 before each. With --fill-memory all free memory is taken into the page cache first, as on a machine that has been up
 for long: where a virtual machine's host takes free pages back, their first use is timed otherwise, in both. Prints
 medians, their ratio, the same against `cp` with `sync`, and the peak resident memory; writes bench-convert.json.
+With --device cuda the place of `cp` is taken by scripts/copy_through_gpu.py, a process that sends the same bytes
+through the GPU and back.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def _compressed_tensors(**weights: object) -> dict[str, Any]:
     }
 
 
-LAYERS = {"fp8_block": 8, "mxfp4": 16, "awq": 16, "ct_int4": 16}
+LAYERS = {"fp8_block": 12, "mxfp4": 24, "awq": 24, "ct_int4": 24}
 FORMATS: dict[str, tuple[Callable[[str, int, int], list[Tensor]], dict[str, Any]]] = {
     "fp8_block": (
         fp8_block,
@@ -228,11 +230,12 @@ def measure(name: str, layers: int, work: Path, given: argparse.Namespace) -> Ro
     """Alternate cp and humming-convert over one synthetic model, `given.runs` times each, after a warm-up of both."""
     path = write_model(work / name, name, layers)
     tool = [sys.executable, "-m", "humming_convert.cli", "convert", str(path.parent), str(work / "out")]
-    tool += ["--target", "sm90", "--device", "cpu", *given.extra]
+    tool += ["--target", given.target, "--device", given.device, *given.extra]
+    copy = ["cp"] if given.device == "cpu" else [sys.executable, str(Path(__file__).with_name("copy_through_gpu.py"))]
     cp_times, synced_times, convert_times, peaks = [], [], [], []
     for turn in range(given.runs + 1):
         warm(work, path, fill_memory=given.fill_memory)
-        seconds, _ = _timed(["cp", str(path), str(work / "copy")])
+        seconds, _ = _timed([*copy, str(path), str(work / "copy")])
         flushing, _ = _timed(["sync", str(work / "copy")])
         (work / "copy").unlink()
         warm(work, path, fill_memory=given.fill_memory)
@@ -255,6 +258,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="cuda: against a copy of the same bytes through the GPU")
+    parser.add_argument("--target", default="sm90")
     parser.add_argument("--fill-memory", action="store_true")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--work", type=Path, help="folder for the files (default: a temporary one)")
@@ -277,7 +282,7 @@ def main() -> None:
                 flush=True,
             )
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    settings = {"runs": given.runs, "fill_memory": given.fill_memory}
+    settings = {"runs": given.runs, "fill_memory": given.fill_memory, "device": given.device}
     document = {"machine": machine, **settings, "rows": [asdict(row) for row in rows]}
     given.json.write_text(json.dumps(document, indent=1))
 

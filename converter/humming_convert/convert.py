@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from humming_convert.activation import input_schema_for
+from humming_convert.devices import on_device, to_host
 from humming_convert.gather import Gatherer, StackReader, chunks_of
 from humming_convert.kernel_format import SublayerConverter
 from humming_convert.plan import LayerPlan, StackedTensor, SublayerPlan
@@ -27,7 +28,7 @@ Packed = dict[str, torch.Tensor]
 Place = Callable[[range, torch.Tensor], None]
 
 CPU_CHUNK_BYTES = 4 << 20
-GPU_CHUNK_BYTES = 512 << 20
+GPU_CHUNK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,6 @@ class Setting:
     target: Target
     activation: str
     param_dtype: str
-    device: str
     pool: ThreadPoolExecutor
     disk: ThreadPoolExecutor
     lanes: ThreadPoolExecutor
@@ -57,6 +57,7 @@ class SublayerRun:
     converter: SublayerConverter
     chunks: tuple[range, ...]
     weight: StackReader
+    device: torch.device
     setting: Setting
     source_bytes: int
     first: Packed = field(init=False)
@@ -69,8 +70,9 @@ class SublayerRun:
                     break
         if self.converter.whole:
             self.chunks = (range(self.chunks[0].start, self.chunks[-1].stop),)
-            everything = self.converter.convert(self._read(self.chunks[0]), 0)
-            self.first = {name: value.cpu() for name, value in everything.items()}
+            with on_device(self.device):
+                everything = self.converter.convert(self._read(self.chunks[0]), 0)
+                self.first = {name: value.cpu() for name, value in everything.items()}
         else:
             self.first = {"weight": self._convert(self.chunks[0])}
 
@@ -96,13 +98,15 @@ class SublayerRun:
         return {name: value.cpu() for name, value in rest.items()}
 
     def _read(self, experts: range) -> torch.Tensor:
-        return self.weight.read(experts).to(self.setting.device)
+        return self.weight.read(experts).to(self.device, non_blocking=True)
 
     def _scan(self, experts: range) -> bool:
-        return self.converter.scan(self._read(experts))
+        with on_device(self.device):
+            return self.converter.scan(self._read(experts))
 
     def _convert(self, experts: range) -> torch.Tensor:
-        return self.converter.convert_weight(self._read(experts), experts.start).cpu()
+        with on_device(self.device):
+            return to_host(self.converter.convert_weight(self._read(experts), experts.start))
 
 
 def _ordered(setting: Setting, work: Callable[[range], Result], chunks: tuple[range, ...]) -> Iterator[Result]:
@@ -121,7 +125,9 @@ def _ordered(setting: Setting, work: Callable[[range], Result], chunks: tuple[ra
         wait(pending)
 
 
-def begin_sublayer(plan: SublayerPlan, layer: LayerPlan, gatherer: Gatherer, setting: Setting) -> SublayerRun:
+def begin_sublayer(
+    plan: SublayerPlan, layer: LayerPlan, gatherer: Gatherer, setting: Setting, device: torch.device
+) -> SublayerRun:
     """Read every small tensor of the sublayer, decide what depends on all experts, convert the first slice.
 
     Raises CheckpointError for scales that cannot be, UnsupportedError for what Humming cannot take.
@@ -132,7 +138,7 @@ def begin_sublayer(plan: SublayerPlan, layer: LayerPlan, gatherer: Gatherer, set
     inputs = plan.input_tensors if schema is not None else ()
     for tensor in (*plan.tensors, *inputs):
         if not tensor.is_weight:
-            small[tensor.name] = gatherer.stack(tensor).to(setting.device)
+            small[tensor.name] = gatherer.stack(tensor).to(device)
     converter = SublayerConverter(
         plan.weight_schema,
         schema,
@@ -145,10 +151,13 @@ def begin_sublayer(plan: SublayerPlan, layer: LayerPlan, gatherer: Gatherer, set
         target=setting.target,
         small=small,
     )
-    chunk_bytes = CPU_CHUNK_BYTES if setting.device == "cpu" else GPU_CHUNK_BYTES
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # slices run in streams of their own
+    chunk_bytes = CPU_CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
     chunks = chunks_of(layer.num_experts, weight_bytes(weight) // layer.num_experts, chunk_bytes)
     source_bytes = source_bytes_of(plan, gatherer.checkpoint.tensors)
-    run = SublayerRun(plan, converter, tuple(chunks), gatherer.slices(weight), setting, source_bytes)
+    reader = gatherer.slices(weight, is_pinned=device.type == "cuda")
+    run = SublayerRun(plan, converter, tuple(chunks), reader, device, setting, source_bytes)
     run.start()
     return run
 

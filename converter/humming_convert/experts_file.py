@@ -40,9 +40,14 @@ class LayerRun:
     entry: LayerEntry
 
 
-def begin_layer(layer: LayerPlan, gatherer: Gatherer, setting: Setting, name: str) -> LayerRun:
-    """Begin `layer`, whose file is called `name` in the manifest. Raises CheckpointError or UnsupportedError."""
-    runs = tuple(begin_sublayer(sublayer, layer, gatherer, setting) for sublayer in layer.sublayers)
+def begin_layer(
+    layer: LayerPlan, gatherer: Gatherer, setting: Setting, name: str, device: torch.device
+) -> LayerRun:
+    """Begin `layer` on `device`; its file is called `name` in the manifest.
+
+    Raises CheckpointError or UnsupportedError.
+    """
+    runs = tuple(begin_sublayer(sublayer, layer, gatherer, setting, device) for sublayer in layer.sublayers)
     return LayerRun(layer, runs, _entry(layer, runs, setting, name))
 
 

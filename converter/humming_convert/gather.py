@@ -44,18 +44,19 @@ class Gatherer:
         """All of `tensor`: what `slices(tensor).read` gives for every expert, and raises."""
         return self.slices(tensor).read(range(tensor.shape[0]))
 
-    def slices(self, tensor: StackedTensor) -> StackReader:
-        """A reader of `tensor`, for as many slices of experts as are wanted."""
-        return StackReader(self.checkpoint, self.payload, tensor)
+    def slices(self, tensor: StackedTensor, *, is_pinned: bool = False) -> StackReader:
+        """A reader of `tensor`, for as many slices of experts as are wanted; pinned ones travel faster to a GPU."""
+        return StackReader(self.checkpoint, self.payload, tensor, is_pinned)
 
 
 class StackReader:
     """Reads one stacked tensor by slices of experts, from several threads if need be."""
 
-    def __init__(self, checkpoint: Checkpoint, payload: Payload, tensor: StackedTensor) -> None:
+    def __init__(self, checkpoint: Checkpoint, payload: Payload, tensor: StackedTensor, is_pinned: bool) -> None:
         self._headers = checkpoint.tensors
         self._payload = payload
         self._tensor = tensor
+        self._is_pinned = is_pinned
         self._dtype = torch_dtype(tensor.dtype, tensor.name)
         self._per_expert = len(tensor.parts) // tensor.shape[0]
         # Whether the parts, one after the other as they are stored, are the stacked tensor's bytes.
@@ -72,7 +73,8 @@ class StackReader:
         or negative where the format forbids it).
         """
         tensor = self._tensor
-        out = torch.empty((len(experts), *tensor.shape[1:]), dtype=self._dtype)
+        shape = (len(experts), *tensor.shape[1:])
+        out = torch.empty(shape, dtype=self._dtype, pin_memory=self._is_pinned)
         if tensor.check and tensor.steps:
             self._check_parts()
         if tensor.parts[0].expert is None:

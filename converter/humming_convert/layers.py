@@ -14,6 +14,7 @@ from humming_convert import experts_file
 from humming_convert.activation import input_schema_for
 from humming_convert.checks import check_expected
 from humming_convert.convert import Setting
+from humming_convert.devices import devices_of
 from humming_convert.errors import CheckpointError, Problem, UnsupportedError
 from humming_convert.gather import Gatherer
 from humming_convert.host.target import emulate
@@ -45,14 +46,15 @@ def convert_layers(
     check_all_compatible(plan, options)
     gatherer = Gatherer(checkpoint, payload)
     names = [experts_file.file_name(number, len(plan.layers)) for number in range(1, len(plan.layers) + 1)]
-    lanes = max(_SUBLAYERS, options.workers // 2)
+    devices = devices_of(options.device, options.target)
+    lanes = max(_SUBLAYERS * len(devices), options.workers // 2)
     with (
         ThreadPoolExecutor(options.workers, thread_name_prefix="convert") as pool,
         ThreadPoolExecutor(max(2, options.workers // 2), thread_name_prefix="disk") as disk,
         ThreadPoolExecutor(1, thread_name_prefix="prepare") as preparer,
         ThreadPoolExecutor(lanes, thread_name_prefix="sublayer") as sublayers,
         ThreadPoolExecutor(1, thread_name_prefix="finish") as finisher,
-        emulate(options.target, torch.device(options.device)),  # held, so that slices find the seams in place
+        emulate(options.target, devices[0]),  # held, so that slices find the seams in place
         _one_thread_per_operation(),
         _plan_exempt_from_collection(),
     ):
@@ -60,7 +62,6 @@ def convert_layers(
             target=options.target,
             activation=options.activation,
             param_dtype=plan.param_dtype,
-            device=options.device,
             pool=pool,
             disk=disk,
             lanes=sublayers,
@@ -70,7 +71,9 @@ def convert_layers(
 
         def prepare(index: int) -> experts_file.LayerRun:
             _check_bookkeeping(plan.layers[index], checkpoint, payload)
-            return experts_file.begin_layer(plan.layers[index], gatherer, setting, names[index])
+            # Layers take turns on the GPUs: a layer's scales then live on one of them only.
+            device = devices[index % len(devices)]
+            return experts_file.begin_layer(plan.layers[index], gatherer, setting, names[index], device)
 
         under_way: deque[experts_file.LayerWriting] = deque()
         entries: list[LayerEntry] = []
