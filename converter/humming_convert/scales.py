@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+# The integers that order numbers without a sign as the numbers are ordered; NaN comes last.
+_ORDERED_AS = {
+    torch.uint8: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.float8_e4m3fn: torch.int8,
+    torch.float8_e5m2: torch.int8,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+}
+
+
+def extremes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The least and the greatest value, `[2]`, of the tensor's dtype, read from the stored bytes without a copy.
+
+    A NaN counts as greater than infinity. None for an empty tensor, another dtype, and where any sign bit is set:
+    what then lies in between has to be looked at one by one.
+    """
+    if tensor.dtype not in _ORDERED_AS or not tensor.numel():
+        return None
+    codes = tensor.cpu().view(_ORDERED_AS[tensor.dtype]).numpy()  # several times faster than torch's amin and amax
+    least = codes.min()
+    if least < 0:
+        return None
+    return torch.from_numpy(np.array([least, codes.max()])).view(tensor.dtype)
 
 
 def view_as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from humming_convert.errors import Problem, UnsupportedError, is_out_of_memory
 from humming_convert.host.foreign import Foreign
+from humming_convert.scales import extremes
 from humming_convert.target import Target
 
 WEIGHT_NAMES = ("weight", "weight_packed", "qweight")
@@ -137,13 +138,18 @@ def check_finite(tensors: Mapping[str, torch.Tensor], facts: Facts) -> None:
     """
     problems = []
     for name, tensor in tensors.items():
-        if tensor.dtype in _FLOATS and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+        if tensor.dtype in _FLOATS and not tensor.is_meta and not _are_finite(tensor):
             count = int((~torch.isfinite(tensor)).sum())
             hint = "bfloat16 has the range of float32" if tensor.dtype == torch.float16 else ""
             found = f"{count} of {tensor.numel()} infinite or NaN"
             problems.append(Problem(f"{facts}: {name}", f"values that {tensor.dtype} can hold", found, hint))
     if problems:
         raise UnsupportedError(problems)
+
+
+def _are_finite(tensor: torch.Tensor) -> bool:
+    ends = extremes(tensor) if tensor.device.type == "cpu" else None
+    return bool(torch.isfinite(tensor if ends is None else ends).all())
 
 
 def checked_small(

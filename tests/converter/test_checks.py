@@ -78,6 +78,59 @@ def test_scales_that_float16_would_lose(value: float, is_lost: bool) -> None:
         assert str(problem).endswith("; use --dtype bfloat16")
 
 
+def holds(rule: str, value: float) -> bool:
+    """A rule on one F32 number, in numpy."""
+    number = np.float32(value)
+    with np.errstate(all="ignore"):
+        lost = np.abs(np.float32(np.float16(number)) - number)
+        return bool(
+            {
+                "finite": np.isfinite(number),
+                "positive": np.isfinite(number) and number > 0,
+                "nonnegative": np.isfinite(number) and number >= 0,
+                "reciprocal": np.isfinite(np.float32(1) / number),
+                "float16": lost <= np.abs(number) * np.float32(2.0**-8),
+                "finite_float16": np.isfinite(np.float16(number)),
+                "finite_bfloat16": np.abs(number) < np.uint32(0x7F7F8000).view(np.float32),
+            }[rule]
+        )
+
+
+EDGES = [0.0, 1e-45, 2.0**-127, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-15, 2.0**-14, 1.0, 448.0]
+EDGES += [65504.0, 65519.0, 65520.0, 3.38e38, 3.39e38, 3.4e38, INF, NAN]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+@pytest.mark.parametrize(
+    "rule", ["finite", "positive", "nonnegative", "reciprocal", "float16", "finite_float16", "finite_bfloat16"]
+)
+def test_a_tensor_passes_if_every_value_does(rule: str, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(4)
+    codes = torch.from_numpy(rng.integers(0, 256, size=(400, 3 * dtype.itemsize), dtype=np.uint8)).view(dtype)
+    unsigned = codes.view(torch.uint8).clone()
+    unsigned[:, dtype.itemsize - 1 :: dtype.itemsize] &= 0x7F
+    edges = torch.tensor([[a, b, 1.0] for a in EDGES for b in EDGES] + [[1.0, -edge, 1.0] for edge in EDGES])
+    for row in torch.cat([codes, unsigned.view(dtype), edges.to(dtype)]):
+        is_sound = all(holds(rule, value) for value in row.float().tolist())
+        assert (check_scale("s", row, rule) is None) is is_sound, row
+
+
+@pytest.mark.parametrize(("rule", "least", "greatest"), [("e8m0", 0, 254), ("e5m0", 113, 142)])
+def test_exponent_bytes_that_a_kernel_holds(rule: str, least: int, greatest: int) -> None:
+    for pair in np.ndindex(256, 256):
+        if pair[0] % 16 and pair[0] not in (least, greatest, least - 1, greatest + 1):
+            continue
+        codes = torch.tensor(pair, dtype=torch.uint8)
+        assert (check_scale("s", codes, rule) is None) is (least <= min(pair) and max(pair) <= greatest)
+
+
+def test_an_empty_tensor_has_no_bad_value() -> None:
+    for rule in ("finite", "positive", "e8m0", "eights"):
+        assert check_scale("s", torch.empty(0, dtype=torch.uint8), rule) is None
+
+
 def test_zero_points_that_are_not_eight() -> None:
     eights = torch.full((2, 3), -2004318072, dtype=torch.int32)  # 0x88888888
     assert check_scale("z", eights, "eights") is None
