@@ -82,12 +82,19 @@ def _fold_scale(original: Function) -> Function:
 
 def _pad_tensors(original: Function) -> Function:
     def check_and_pad_tensors(config: Foreign, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        weight = tensors["weight"]
-        if config.pad_shape_n or config.pad_shape_k or config.use_fused_e8m0_scale or weight.device.type != "cpu":
+        # Padding by nothing copies. The other two cases change values: scales here, the weight later in its place.
+        is_plain = not (config.pad_shape_n or config.pad_shape_k or config.use_fused_e8m0_scale)
+        on_host = all(tensor.device.type in ("cpu", "meta") for tensor in tensors.values())
+        if not is_plain or config.use_int_weight_scale or not on_host:
             return dict(original(config, tensors))
-        # Padding by nothing copies; only the weight's shape and dtype are looked at. (The fused case needs
-        # the copy: it is changed in place.)
-        return {**original(config, {**tensors, "weight": weight.to("meta")}), "weight": weight}
+        checked = dict(original(config, {name: tensor.to("meta") for name, tensor in tensors.items()}))
+        for name, tensor in checked.items():
+            given = tensors.get(name)
+            if given is None or (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
+                return dict(original(config, tensors))
+            # The small ones may become results as they are, which are not to be the caller's own memory.
+            checked[name] = given if given.ndim >= 3 else given.clone()
+        return checked
 
     return check_and_pad_tensors
 
