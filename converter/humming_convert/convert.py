@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from humming_convert import steps
 from humming_convert.activation import input_schema_for
 from humming_convert.devices import on_device, to_host
 from humming_convert.gather import Gatherer, StackReader, chunks_of
@@ -150,6 +151,7 @@ def begin_sublayer(
         param_dtype=setting.param_dtype,
         target=setting.target,
         small=small,
+        weight_is_packed=steps.packs(weight),
     )
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # slices run in streams of their own

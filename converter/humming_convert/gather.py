@@ -6,7 +6,9 @@ checks scales; it never decides a layout and never names an output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +67,9 @@ class StackReader:
             and tensor.axis == 0
             and all(self._headers[part.source].dtype == tensor.dtype for part in tensor.parts)
         )
+        can_write_rows = len(tensor.steps) == 1 and tensor.axis == 0 and not tensor.steps[0].args
+        self._into = steps.PACKING.get(tensor.steps[0].name) if can_write_rows else None
+        self._local = threading.local()
 
     def read(self, experts: range) -> torch.Tensor:
         """The tensor for `experts`, shape `(len(experts), ...)`, dtype the tensor's, on the CPU.
@@ -81,6 +86,8 @@ class StackReader:
             self._fill_fused(experts, out)
         elif self._is_one_run:
             self._read_run(experts, out)
+        elif self._into is not None:
+            self._fill_rows(experts, out, self._into)
         else:
             self._fill_per_expert(experts, out)
         if tensor.check:
@@ -127,6 +134,16 @@ class StackReader:
             values = [self._through_steps(self._value(self._headers[part.source])) for part in parts]
             _place(values, out[row], self._tensor.axis)
 
+    def _fill_rows(self, experts: range, out: torch.Tensor, into: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Let the one step write each part's rows to where they belong; what it reads stays in the cache."""
+        for row, expert in zip(out, experts, strict=True):
+            first = 0
+            for part in self._parts(range(expert, expert + 1)):
+                value = self._value(self._headers[part.source], is_scratch=True)
+                rows = value.nbytes // row[0].nbytes
+                into(value, row[first : first + rows])
+                first += rows
+
     def _fill_fused(self, experts: range, out: torch.Tensor) -> None:
         headers = (self._headers[part.source] for part in self._tensor.parts)
         values = [self._through_steps(self._value(header, experts)) for header in headers]
@@ -137,16 +154,30 @@ class StackReader:
             value = steps.apply(step, value)
         return value
 
-    def _value(self, header: TensorHeader, experts: range | None = None) -> torch.Tensor:
-        """The source tensor, or the rows `experts` of one that holds every expert on axis 0."""
+    def _value(
+        self, header: TensorHeader, experts: range | None = None, *, is_scratch: bool = False
+    ) -> torch.Tensor:
+        """The source tensor, or the rows `experts` of one that holds every expert on axis 0.
+
+        A scratch value lies in memory that the thread's next one takes.
+        """
         shape: Sequence[int] = header.shape
         start = 0
         if experts is not None:
             start = experts.start * (header.nbytes // header.shape[0])
             shape = (len(experts), *header.shape[1:])
-        value = torch.empty(tuple(shape), dtype=torch_dtype(header.dtype, header.name))
+        dtype = torch_dtype(header.dtype, header.name)
+        value = self._scratch(shape, dtype) if is_scratch else torch.empty(tuple(shape), dtype=dtype)
         self._payload.read_into(header.name, _bytes_of(value), start)
         return value
+
+
+    def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        held: torch.Tensor | None = getattr(self._local, "scratch", None)
+        if held is None or held.numel() < nbytes:
+            self._local.scratch = held = torch.empty(nbytes, dtype=torch.uint8)
+        return held[:nbytes].view(dtype).view(tuple(shape))
 
 
 def _place(values: Sequence[torch.Tensor], out: torch.Tensor, axis: int) -> None:

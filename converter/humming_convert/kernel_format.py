@@ -94,6 +94,7 @@ class SublayerConverter:
 
     `small` holds every tensor but the weight for all experts. Call `scan` with every slice first when
     `needs_scan` (it may stop once it returns True); pass all experts to `convert` at once when `whole`.
+    With `weight_is_packed` the weight comes as int32 `[e, N, K * bits / 32]` instead of in the schema's own form.
     `config` (Humming's LayerConfig), `weight_schema` and `input_schema` are final once scanning is done.
     Methods may be called from several threads.
     """
@@ -111,6 +112,7 @@ class SublayerConverter:
         param_dtype: str | torch.dtype,
         target: Target,
         small: Mapping[str, torch.Tensor],
+        weight_is_packed: bool = False,
     ) -> None:
         """Decide what depends on all experts.
 
@@ -139,6 +141,7 @@ class SublayerConverter:
             weight_key=weight_key,
             weight_attr=attrs[weight_key],
             small=checked_small(small, attrs, weight_key, self._facts),
+            weight_is_packed=weight_is_packed,
         )
         with self._humming():
             self._schema, self._tensors = self._source.whole()

@@ -19,7 +19,8 @@ class SourceConversion:
     """Runs `schema.convert_humming`, Humming's code, inside an emulation that the caller holds.
 
     `weight_attr` is the schema's own entry for its weight `weight_key`, all experts; `small` holds the other tensors.
-    Call `whole` first; `packed` then may run in several threads.
+    Call `whole` first; `packed` then may run in several threads. With `weight_is_packed` the weight comes as what
+    `packed` gives, made from the schema's form already.
     """
 
     schema: Foreign
@@ -30,6 +31,7 @@ class SourceConversion:
     weight_key: str
     weight_attr: Mapping[str, Foreign]
     small: Tensors
+    weight_is_packed: bool = False
     _outlines: Tensors = field(init=False, default_factory=dict)
     _row_shape: tuple[int, ...] = field(init=False, default=())  # of one expert's packed words
     _may_be_view: bool = field(init=False, default=False)
@@ -56,10 +58,14 @@ class SourceConversion:
         shape or dtype.
         """
         shape, dtype, count = self.weight_attr["shape"], self.weight_attr["dtype"], weight.shape[0]
+        if self.weight_is_packed:
+            shape, dtype = (self.num_experts, *self._row_shape), torch.int32
         if weight.shape[1:] != tuple(shape[1:]) or weight.dtype != dtype or count == 0:
             expected, found = f"{(count, *shape[1:])} {dtype}", f"{tuple(weight.shape)} {weight.dtype}"
             raise UnsupportedError([Problem(self.weight_key, expected, found)])
         weight = weight.contiguous()
+        if self.weight_is_packed:
+            return weight
         if self._is_view:
             return weight.view(-1).view(torch.int32).view(count, *self._row_shape)
         rows = slice(0, count) if rows is None else rows

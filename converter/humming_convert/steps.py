@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from humming_convert import repack, scales
-from humming_convert.plan import Step
+from humming_convert.plan import StackedTensor, Step
 
 STEPS: dict[str, Callable[..., torch.Tensor]] = {
     "view": scales.view_as,
@@ -17,7 +17,16 @@ STEPS: dict[str, Callable[..., torch.Tensor]] = {
     "expand_rows": scales.expand_rows,
     "regroup_columns": scales.regroup_columns,
     "pack_int8_zero_point": repack.pack_int8_zero_point,
+    "awq_rows": repack.awq_rows,
 }
+
+# Steps that leave a weight in Humming's packed form, int32 (N, K * bits / 32), instead of its schema's own.
+PACKING: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {"awq_rows": repack.awq_rows_into}
+
+
+def packs(tensor: StackedTensor) -> bool:
+    """Whether the steps of a weight give it in Humming's packed form."""
+    return any(step.name in PACKING for step in tensor.steps)
 
 
 def apply(step: Step, tensor: torch.Tensor) -> torch.Tensor:

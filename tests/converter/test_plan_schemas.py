@@ -12,7 +12,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.genuine import genuine
 from tests.support.plans import plan_of
 
-from humming_convert.plan import SublayerPlan
+from humming_convert.plan import Step, SublayerPlan
 from humming_loader.dtypes import SAFETENSORS_DTYPES
 
 INTEGERS = [
@@ -49,6 +49,9 @@ def check(part: SublayerPlan, experts: int, param_dtype: torch.dtype) -> None:
     wanted.pop("weight_shape", None)
     assert {tensor.name for tensor in part.tensors} == set(wanted)
     for tensor in part.tensors:
+        if tensor.steps == (Step("awq_rows"),):  # in the packed form that the schema's own conversion would give
+            assert tensor.is_weight
+            wanted[tensor.name] |= {"shape": (experts, part.shape_n, part.shape_k // 8)}
         assert tensor.shape == tuple(wanted[tensor.name]["shape"])
         dtype = getattr(torch, str(SAFETENSORS_DTYPES[tensor.dtype].torch_name))
         expected = wanted[tensor.name]["dtype"]

@@ -17,6 +17,7 @@ from humming_convert.formats.base import (
     rounding_check,
     unsupported,
 )
+from humming_convert.plan import Step
 
 _METHODS = ("awq", "auto-round", "")
 _PER_WORD = 8
@@ -76,8 +77,9 @@ class AwqGemm:
                     name="qweight",
                     parameter="qweight",
                     dtype="I32",
-                    shape=(shape_k, total // _PER_WORD),
-                    axis=1,
+                    shape=(total, shape_k // _PER_WORD),
+                    # Projection by projection into rows: stacked first, every code would be moved once more.
+                    steps=(Step("awq_rows"),),
                     is_weight=True,
                 ),
                 Rule(
