@@ -176,6 +176,42 @@ def test_repack_counts_from_the_zero_point(bits: int, activation: int, group: in
         assert torch.equal(got[expert], to_words(want).reshape(-1))
 
 
+def converted(codes: Ints, bits: int, source: str, target: str) -> Ints:
+    """Codes of the same numbers in another kind; sign and magnitude lacks the lowest number."""
+    middle = 1 << (bits - 1)
+    values = {
+        "uint": codes - middle,
+        "int": np.where(codes >= middle, codes - 2 * middle, codes),
+        "sign_magnitude": np.where(codes >= middle, middle - codes, codes),
+    }[source]
+    magnitudes = np.minimum(np.abs(values), middle - 1)
+    sign = np.where((values < 0) & (magnitudes > 0), middle, 0)
+    made: Ints = {
+        "uint": values + middle,
+        "int": values & ((1 << bits) - 1),
+        "sign_magnitude": magnitudes | sign,
+    }[target]
+    return made
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(native.KINDS, 2)))
+@pytest.mark.parametrize(
+    ("bits", "activation"), [(bits, act) for bits in range(1, 9) for act in (4, 8, 16) if bits <= act]
+)
+def test_repack_converts_codes_on_the_way(bits: int, activation: int, source: str, target: str, fast: bool) -> None:
+    n, k = 64, 256
+    codes = random_codes(bits, bits, 2, n, k)
+    kinds = {"source_kind": native.KINDS[source], "target_kind": native.KINDS[target]}
+    got = run_repack(pack_bits(codes, bits), n, k, bits, activation, fast=fast, **kinds)
+    wanted = converted(codes, bits, source, target)
+    for expert in range(2):
+        want = layout(
+            wanted[expert], bits, activation, mode=3, transpose=False, packed_k=False, native_dequant=False
+        )
+        assert torch.equal(got[expert], to_words(want).reshape(-1))
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

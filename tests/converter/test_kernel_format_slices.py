@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.codes import pack_bits, random_codes
 from tests.support.sublayers import FP8, INT4, INT8, MXFP4, NVFP4, W8A8, raw, sources
 
+from humming_convert.errors import UnsupportedError
 from humming_convert.host.target import emulate, humming
 from humming_convert.kernel_format import PackedSublayer, SublayerConverter
 from humming_convert.target import Target
@@ -131,6 +133,38 @@ def test_slices_equal_the_whole(
         assert all(value.is_contiguous() and raw(value) == raw(joined[key]) for key, value in small_final.items())
         weights = [converter.convert_weight(chunk, start) for start, chunk in chunks]
         assert raw(torch.cat(weights)) == raw(joined["weight"])
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize(("activation", "sm"), [(None, 90), (None, 100), (FP8, 90), (INT8, 80)])
+@pytest.mark.parametrize("n", [N, N + 64])
+def test_codes_become_sign_and_magnitude_on_the_way(
+    bits: int, activation: dict[str, Any] | None, sm: int, n: int
+) -> None:
+    schema = {**INT4, "num_bits": bits, "group_size": 32}
+    tensors = sources(schema, n=n, k=K, experts=E, seed=bits)
+    codes = 1 + random_codes(bits, bits, E, n, K) % ((1 << bits) - 1)  # never the lowest
+    tensors["weight_packed"] = pack_bits(codes, bits)
+    shape: dict[str, Any] = {
+        "shape_n": n,
+        "shape_k": K,
+        "shape_n_stacks": [n],
+        "num_experts": E,
+        "has_bias": False,
+        "param_dtype": "bfloat16",
+        "target": Target(sm),
+    }
+    small = {key: tensor for key, tensor in tensors.items() if key != "weight_packed"}
+    converter = SublayerConverter(schema, activation, **shape, small=small)
+    try:
+        converter.decide(has_lowest_code=False)
+    except UnsupportedError:
+        pytest.skip("not a pair that Humming takes")
+    whole = plain_humming(tensors, schema, activation, **shape)
+    before = raw(tensors["weight_packed"])
+    parts = [converter.convert_weight(tensors["weight_packed"][start : start + 2], start) for start in range(0, E, 2)]
+    assert raw(torch.cat(parts)) == raw(whole.tensors["weight"])
+    assert raw(tensors["weight_packed"]) == before
 
 
 def plain_humming(

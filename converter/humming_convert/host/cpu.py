@@ -8,9 +8,12 @@ checks would.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +24,31 @@ Operator = Callable[..., Foreign]
 _PAGE = 4096
 NAMES = ("pack_weight", "unpack_weight", "convert_weight", "repack_weight", "process_mxfp4_w4a8_weight")
 MISSING = ("quant_weight", "dequant_weight")
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Packed codes that the next repack of this very memory is to take as `source` and lay out as `target`."""
+
+    words: torch.Tensor
+    source: str
+    target: str
+    is_done: bool = False
+
+
+_conversion: ContextVar[Conversion | None] = ContextVar("humming_convert_conversion", default=None)
+
+
+@contextlib.contextmanager
+def converting(words: torch.Tensor, source: str, target: str) -> Iterator[Conversion]:
+    """Fuse a conversion between kinds of codes (`native.KINDS`) into the repack of `words` in this block, in this
+    thread; `is_done` says afterwards whether there was one."""
+    conversion = Conversion(words, source, target)
+    token = _conversion.set(conversion)
+    try:
+        yield conversion
+    finally:
+        _conversion.reset(token)
 
 
 def kind_and_bits(dtype: str) -> tuple[str, int]:
@@ -189,6 +217,10 @@ def repack_weight(
         packed_k=use_packed_k_layout,
         native_dequant=use_native_dequant,
     )
+    conversion = _conversion.get()
+    if conversion is not None and inputs.data_ptr() == conversion.words.data_ptr():
+        arguments.source_kind, arguments.target_kind = native.KINDS[conversion.source], native.KINDS[conversion.target]
+        conversion.is_done = True
     native.repack(arguments)
     return inputs.copy_(out.view(inputs.shape)).view(out.shape) if inplace else out
 

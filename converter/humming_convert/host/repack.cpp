@@ -52,10 +52,10 @@ using UnpackRow = void (*)(const uint32_t *, int64_t, int64_t, uint8_t *);
 const UnpackRow kUnpackRow[9] = {nullptr,       unpack_row<1>, unpack_row<2>, unpack_row<3>, unpack_row<4>,
                                  unpack_row<5>, unpack_row<6>, unpack_row<7>, unpack_row<8>};
 
-void prepare_row(const RepackArgs &a, int64_t expert, int64_t row, int64_t k0, int64_t columns, uint8_t *codes) {
+void prepare_row(const RepackArgs &a, const uint8_t *converted, int64_t expert, int64_t row, int64_t k0, int64_t columns,
+                 uint8_t *codes) {
   if (a.source_kind != a.target_kind)
-    for (int64_t i = 0; i < columns; ++i)
-      codes[i] = static_cast<uint8_t>(convert_code(codes[i], a.bits, a.source_kind, a.target_kind));
+    for (int64_t i = 0; i < columns; ++i) codes[i] = converted[codes[i]];
   if (!a.int2fp) return;
   for (int64_t start = 0; start < columns;) {
     // The kernel looks its zero point up once per 64 columns when a group is longer than that.
@@ -67,7 +67,7 @@ void prepare_row(const RepackArgs &a, int64_t expert, int64_t row, int64_t k0, i
   }
 }
 
-void load_block(const RepackArgs &a, const uint16_t (*slots)[64], int64_t expert, int64_t n0, int64_t k0, uint8_t *codes) {
+void load_block(const RepackArgs &a, const uint16_t (*slots)[64], const uint8_t *converted, int64_t expert, int64_t n0, int64_t k0, uint8_t *codes) {
   const int64_t stride = a.packed ? a.k * a.bits / 32 : a.k;
   const uint32_t mask = low_mask(a.bits);
   const int64_t columns = a.k - k0 < 64 ? a.k - k0 : 64;
@@ -78,7 +78,7 @@ void load_block(const RepackArgs &a, const uint16_t (*slots)[64], int64_t expert
     if (a.packed) kUnpackRow[a.bits](source, k0, columns, values);
     else
       for (int64_t i = 0; i < columns; ++i) values[i] = static_cast<uint8_t>(source[k0 + i] & mask);
-    prepare_row(a, expert, n0 + row, k0, columns, values);
+    prepare_row(a, converted, expert, n0 + row, k0, columns, values);
     const uint16_t *slot = slots[row / 8];
     uint8_t *lane = codes + row % 8 * 4;
     for (int64_t i = 0; i < columns; ++i) lane[slot[i]] = values[i];
@@ -172,11 +172,14 @@ void repack_generic(const RepackArgs &a) {
   if (__builtin_cpu_supports("avx2")) pack_group = pack_group_avx2;
 #endif
   fill_slots(a, slots);
+  uint8_t converted[256];
+  for (uint32_t code = 0; code <= low_mask(a.bits); ++code)
+    converted[code] = static_cast<uint8_t>(convert_code(code, a.bits, a.source_kind, a.target_kind));
   const bool is_power_of_two = (a.bits & (a.bits - 1)) == 0;
   for (int64_t expert = 0; expert < a.experts; ++expert) {
     for (int64_t n0 = 0; n0 < a.n; n0 += 64) {
       for (int64_t k0 = 0; k0 < a.k; k0 += 64) {
-        load_block(a, slots, expert, n0, k0, codes);
+        load_block(a, slots, converted, expert, n0, k0, codes);
         for (int group = 0; group < 4; ++group) {
           pack_group(a, codes, group, is_power_of_two ? words + group * a.bits : wide);
           if (!is_power_of_two) squeeze(a.bits, wide, words + group * a.bits);

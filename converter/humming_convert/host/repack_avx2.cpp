@@ -164,6 +164,16 @@ HC_AVX2 void prepare_row4(const uint8_t *in, const uint8_t *table, uint8_t *out,
   for (int i = 0; i < bytes; ++i) out[i] = static_cast<uint8_t>(table[in[i] & 15] | table[in[i] >> 4] << 4);
 }
 
+// Offset binary to sign and magnitude, or back; the lowest code has no magnitude and saturates.
+HC_AVX2 HC_INLINE void convert_row8(const uint8_t *in, bool to_sign_magnitude, uint8_t *out) {
+  const __m256i top = _mm256_set1_epi8(static_cast<int8_t>(0x80)), low = _mm256_set1_epi8(0x7F);
+  for (int i = 0; i < kUnit; i += 32) {
+    const __m256i v = load(in + i), rest = _mm256_and_si256(v, low), distance = _mm256_sub_epi8(top, rest);
+    const __m256i negative = _mm256_or_si256(_mm256_min_epu8(distance, low), top);
+    store(out + i, to_sign_magnitude ? _mm256_blendv_epi8(negative, rest, v) : _mm256_blendv_epi8(_mm256_or_si256(v, top), distance, v));
+  }
+}
+
 HC_AVX2 void prepare_row8(const uint8_t *in, uint8_t zero, uint8_t *out, int bytes) {
   const __m256i limit = _mm256_set1_epi8(static_cast<int8_t>(zero)), ones = _mm256_set1_epi8(-1);
   int i = 0;
@@ -175,8 +185,20 @@ HC_AVX2 void prepare_row8(const uint8_t *in, uint8_t zero, uint8_t *out, int byt
   for (; i < bytes; ++i) out[i] = static_cast<uint8_t>(int2fp_code(in[i], zero, 8));
 }
 
+// All codes of a block alike: through one table of nibbles, or from kind to kind.
+HC_AVX2 void prepare_block4(const uint8_t *in, int64_t stride, const uint8_t *table, uint8_t *out) {
+  const __m256i codes = both(_mm_loadu_si128(reinterpret_cast<const __m128i *>(table)));
+  for (int row = 0; row < 64; ++row) store(out + row * (kUnit / 2), lookup_nibbles(load(in + row * stride), codes));
+}
+
+HC_AVX2 void convert_block8(const uint8_t *in, int64_t stride, bool to_sign_magnitude, uint8_t *out) {
+  for (int row = 0; row < 64; ++row) convert_row8(in + row * stride, to_sign_magnitude, out + row * kUnit);
+}
+
 void prepare_block(const RepackArgs &a, const Prepare &prepare, const uint8_t *in, int64_t stride, int64_t expert, int64_t n0,
                    int64_t k0, uint8_t *out) {
+  if (a.bits == 4 && !prepare.per_zero_point) return prepare_block4(in, stride, prepare.table, out);
+  if (a.bits == 8 && a.source_kind != a.target_kind) return convert_block8(in, stride, a.target_kind == kSignMagnitude, out);
   const int row_bytes = kUnit * a.bits / 8;
   const int64_t step = a.int2fp && a.zero_point && a.zero_group < kUnit ? a.zero_group : kUnit;
   for (int row = 0; row < 64; ++row) {
@@ -191,9 +213,8 @@ void prepare_block(const RepackArgs &a, const Prepare &prepare, const uint8_t *i
         continue;
       }
       uint8_t table[16];
-      if (prepare.per_zero_point)
-        for (uint32_t code = 0; code < 16; ++code) table[code] = static_cast<uint8_t>(int2fp_code(code, zero, 4));
-      prepare_row4(source, prepare.per_zero_point ? table : prepare.table, target, bytes);
+      for (uint32_t code = 0; code < 16; ++code) table[code] = static_cast<uint8_t>(int2fp_code(code, zero, 4));
+      prepare_row4(source, table, target, bytes);
     }
   }
 }
@@ -234,7 +255,8 @@ Block block_of(const RepackArgs &a) {
 }
 
 bool can_prepare(const RepackArgs &a) {
-  if (a.bits == 8 && a.source_kind != a.target_kind) return false;
+  if (a.bits == 8 && a.source_kind != a.target_kind)
+    return !a.int2fp && a.source_kind != kSigned && a.target_kind != kSigned;
   if (!a.int2fp || a.zero_point == nullptr) return true;
   if (a.source_kind != a.target_kind) return false;
   return a.zero_group >= kUnit || (kUnit % a.zero_group == 0 && a.zero_group % 2 == 0);

@@ -24,11 +24,15 @@ Function = Callable[..., Foreign]
 
 @dataclass(slots=True)
 class Record:
-    """What a shadow run learned about the weight: the layout call and the offsets folded in before it."""
+    """What a shadow run learned about the weight: the layout call and the offsets folded in before it.
+
+    `repacks_as_is` says whether that call gave the weight's own memory to the repack, once a slice has shown it.
+    """
 
     transform: Function | None = None
     arguments: dict[str, Foreign] = field(default_factory=dict)
     offsets: torch.Tensor | None = None
+    repacks_as_is: bool | None = None
 
 
 _record: ContextVar[Record | None] = ContextVar("humming_convert_record", default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from humming_convert.host import native
+from humming_convert.host import cpu, native
 from humming_convert.host.foreign import Foreign
 from humming_convert.host.shadow import Record
 from humming_convert.host.target import humming
@@ -27,18 +27,27 @@ def lay_out(
     """
     if record.transform is None:
         raise ValueError("expected a shadow run that laid out one weight")
-    packed = _as_kind(packed, schema, record.arguments["b_dtype"])
+    arguments = dict(record.arguments)
+    if arguments.get("zero_point") is not None:
+        arguments["zero_point"] = arguments["zero_point"][rows]
     pad_n, pad_words = config.pad_shape_n, config.pad_shape_k * config.b_dtype.num_bits // 32
+    is_plain = not pad_n and not pad_words and record.offsets is None
+    kinds = _kind(schema.b_dtype), _kind(arguments["b_dtype"])
+    if is_plain and kinds[0] != kinds[1] and record.repacks_as_is is not False and packed.device.type == "cpu":
+        packed = packed.contiguous()
+        with cpu.converting(packed, *kinds) as conversion:
+            result: torch.Tensor = record.transform(packed, **arguments)
+        record.repacks_as_is = conversion.is_done
+        if conversion.is_done:
+            return result.contiguous()
+    packed = _as_kind(packed, schema, record.arguments["b_dtype"])
     if pad_n or pad_words:
         packed = torch.nn.functional.pad(packed, (0, pad_words, 0, pad_n))
     if record.offsets is not None:
         folded = torch.empty_like(packed)
         offsets = record.offsets[rows].contiguous()
         packed = humming().ops.process_mxfp4_w4a8_weight(packed, offsets, outputs=folded)
-    arguments = dict(record.arguments)
-    if arguments.get("zero_point") is not None:
-        arguments["zero_point"] = arguments["zero_point"][rows]
-    result: torch.Tensor = record.transform(packed, **arguments)
+    result = record.transform(packed, **arguments)
     return result.contiguous()
 
 
