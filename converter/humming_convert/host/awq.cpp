@@ -41,49 +41,59 @@ HC_INLINE void tile_body(const uint32_t *in, int64_t in_stride, uint32_t *out, i
 void tile(const uint32_t *in, int64_t in_stride, uint32_t *out, int64_t out_stride) { tile_body(in, in_stride, out, out_stride); }
 
 #if HC_X86
-// Fields of a (above) and b (below) that stand `shift` bits apart change places.
-HC_AVX2 HC_INLINE void swap_vectors(__m256i *a, __m256i *b, int shift, __m256i mask) {
-  const __m128i count = _mm_cvtsi32_si128(shift);
-  const __m256i t = _mm256_and_si256(_mm256_xor_si256(_mm256_srl_epi32(*a, count), *b), mask);
-  *b = _mm256_xor_si256(*b, t);
-  *a = _mm256_xor_si256(*a, _mm256_sll_epi32(t, count));
+// Nibbles of x and y alternating: bytes (x low, y low) and (x high, y high).
+HC_AVX2 HC_INLINE void weave(__m256i x, __m256i y, __m256i *low, __m256i *high) {
+  const __m256i mask = _mm256_set1_epi8(0x0F);
+  *low = _mm256_or_si256(_mm256_and_si256(x, mask), _mm256_slli_epi16(_mm256_and_si256(y, mask), 4));
+  *high = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(x, 4), mask), _mm256_andnot_si256(mask, y));
 }
 
-// 8 x 8 transpose of 32-bit words; row i of the result goes to out + i * stride.
-HC_AVX2 HC_INLINE void store_transposed8(const __m256i *in, uint32_t *out, int64_t stride) {
-  __m256i a[8], b[8];
-  for (int i = 0; i < 8; i += 2) {
-    a[i] = _mm256_unpacklo_epi32(in[i], in[i + 1]);
-    a[i + 1] = _mm256_unpackhi_epi32(in[i], in[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
-    b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
-    b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
-    b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + i * stride), _mm256_permute2x128_si256(b[i], b[i + 4], 0x20));
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + (i + 4) * stride), _mm256_permute2x128_si256(b[i], b[i + 4], 0x31));
-  }
+// Byte b of every word of four vectors as the word b of four: out[w] holds word w of each half, taken apart.
+HC_AVX2 HC_INLINE void interleave_bytes(const __m256i *in, __m256i *out) {
+  const __m256i a = _mm256_unpacklo_epi8(in[0], in[1]), b = _mm256_unpackhi_epi8(in[0], in[1]);
+  const __m256i c = _mm256_unpacklo_epi8(in[2], in[3]), d = _mm256_unpackhi_epi8(in[2], in[3]);
+  out[0] = _mm256_unpacklo_epi16(a, c);
+  out[1] = _mm256_unpackhi_epi16(a, c);
+  out[2] = _mm256_unpacklo_epi16(b, d);
+  out[3] = _mm256_unpackhi_epi16(b, d);
+}
+
+HC_AVX2 HC_INLINE void transpose4(const __m256i *in, __m256i *out) {
+  const __m256i a = _mm256_unpacklo_epi32(in[0], in[1]), b = _mm256_unpacklo_epi32(in[2], in[3]);
+  const __m256i c = _mm256_unpackhi_epi32(in[0], in[1]), d = _mm256_unpackhi_epi32(in[2], in[3]);
+  out[0] = _mm256_unpacklo_epi64(a, b);
+  out[1] = _mm256_unpackhi_epi64(a, b);
+  out[2] = _mm256_unpacklo_epi64(c, d);
+  out[3] = _mm256_unpackhi_epi64(c, d);
 }
 
 HC_AVX2 void tile_avx2(const uint32_t *in, int64_t in_stride, uint32_t *out, int64_t out_stride) {
   static const int position_to_row[8] = {0, 2, 4, 6, 1, 3, 5, 7};
-  __m256i columns[8][8];  // [nibble position][word along k], eight words along n in each
-  const __m256i halves = _mm256_set1_epi32(0x0000FFFF), bytes = _mm256_set1_epi32(0x00FF00FF);
-  const __m256i nibbles = _mm256_set1_epi32(0x0F0F0F0F);
+  __m256i columns[2][4][8];  // [nibble of a byte][word along n, and the one four on][word along k]; byte of the word in each
   for (int kw = 0; kw < kTileK / 8; ++kw) {
-    __m256i rows[8];
-    for (int k = 0; k < 8; ++k) rows[k] = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(in + (kw * 8 + k) * in_stride));
-    for (int i = 0; i < 4; ++i) swap_vectors(rows + i, rows + i + 4, 16, halves);
-    for (int i = 0; i < 8; ++i)
-      if (!(i & 2)) swap_vectors(rows + i, rows + i + 2, 8, bytes);
-    for (int i = 0; i < 8; i += 2) swap_vectors(rows + i, rows + i + 1, 4, nibbles);
-    for (int position = 0; position < 8; ++position) columns[position][kw] = rows[position];
+    __m256i woven[2][4], apart[4];
+    for (int pair = 0; pair < 4; ++pair) {
+      const uint32_t *row = in + (kw * 8 + pair * 2) * in_stride;
+      weave(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(row)),
+            _mm256_loadu_si256(reinterpret_cast<const __m256i *>(row + in_stride)), &woven[0][pair], &woven[1][pair]);
+    }
+    for (int nibble = 0; nibble < 2; ++nibble) {
+      interleave_bytes(woven[nibble], apart);
+      for (int word = 0; word < 4; ++word) columns[nibble][word][kw] = apart[word];
+    }
   }
-  for (int position = 0; position < 8; ++position)
-    store_transposed8(columns[position], out + position_to_row[position] * out_stride, 8 * out_stride);
+  for (int word = 0; word < 4; ++word) {
+    for (int nibble = 0; nibble < 2; ++nibble) {
+      __m256i first[4], last[4];
+      transpose4(columns[nibble][word], first);
+      transpose4(columns[nibble][word] + 4, last);
+      for (int byte = 0; byte < 4; ++byte) {
+        uint32_t *row = out + (word * 8 + position_to_row[byte * 2 + nibble]) * out_stride;
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(row), _mm256_permute2x128_si256(first[byte], last[byte], 0x20));
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(row + 32 * out_stride), _mm256_permute2x128_si256(first[byte], last[byte], 0x31));
+      }
+    }
+  }
 }
 #endif
 
@@ -128,10 +138,15 @@ HC_EXPORT int hc_awq(const uint32_t *in, uint32_t *out, int64_t experts, int64_t
   for (int64_t expert = 0; expert < experts; ++expert) {
     const uint32_t *source = in + expert * k * (n / 8);
     uint32_t *target = out + expert * n * (k / 8);
-    for (int64_t n0 = 0; n0 < n; n0 += kTileN) {
-      for (int64_t k0 = 0; k0 < k; k0 += kTileK) {
-        if (n0 + kTileN <= n && k0 + kTileK <= k) run(source + k0 * (n / 8) + n0 / 8, n / 8, target + n0 * (k / 8) + k0 / 8, k / 8);
-        else edge(source, target, k, n, n0, k0);
+    // Two tiles each way fill whole cache lines on both sides before others push them out.
+    for (int64_t n1 = 0; n1 < n; n1 += 2 * kTileN) {
+      for (int64_t k1 = 0; k1 < k; k1 += 2 * kTileK) {
+        for (int i = 0; i < 4; ++i) {
+          const int64_t n0 = n1 + i / 2 * kTileN, k0 = k1 + i % 2 * kTileK;
+          if (n0 >= n || k0 >= k) continue;
+          if (n0 + kTileN <= n && k0 + kTileK <= k) run(source + k0 * (n / 8) + n0 / 8, n / 8, target + n0 * (k / 8) + k0 / 8, k / 8);
+          else edge(source, target, k, n, n0, k0);
+        }
       }
     }
   }
