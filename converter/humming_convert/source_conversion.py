@@ -45,8 +45,7 @@ class SourceConversion:
         self._row_shape = tuple(packed.shape[1:])
         # Where Humming only looks at all the bytes as words, with all scales at hand, slices need no more than that;
         # the first real one has to agree.
-        is_same_memory = (packed is meta or packed._base is meta) and packed.storage_offset() == 0
-        self._may_be_view = is_same_memory and _is_as_stored(packed, meta)
+        self._may_be_view = self._is_all_of(meta, packed)
         self._outlines = self.small if self._may_be_view else self._outlined(meta)
         return schema, converted
 
@@ -67,7 +66,7 @@ class SourceConversion:
         if self.weight_is_packed:
             return weight
         if self._is_view:
-            return weight.view(-1).view(torch.int32).view(count, *self._row_shape)
+            return self._as_words(weight)
         rows = slice(0, count) if rows is None else rows
         slices = {
             name: tensor[rows] if tensor.ndim and tensor.shape[0] == self.num_experts else tensor
@@ -76,10 +75,20 @@ class SourceConversion:
         with weight_only():
             _, converted = self._convert({**slices, self.weight_key: weight}, count)
         packed = converted["weight"]
-        is_same_memory = packed.data_ptr() == weight.data_ptr() and _is_as_stored(packed, weight)
-        self._is_view = self._may_be_view and is_same_memory and packed.shape[1:] == self._row_shape
-        self._may_be_view = self._is_view
+        self._is_view = self._may_be_view = self._may_be_view and self._is_all_of(weight, packed)
         return packed
+
+    def _as_words(self, weight: torch.Tensor) -> torch.Tensor:
+        """The bytes of a contiguous weight, in their order, as packed words."""
+        return weight.view(-1).view(torch.int32).view(weight.shape[0], *self._row_shape)
+
+    def _is_all_of(self, weight: torch.Tensor, packed: torch.Tensor) -> bool:
+        """Whether `packed` is the weight's own memory, all of it and in its order."""
+        is_all = packed.shape == (weight.shape[0], *self._row_shape) and packed.nbytes == weight.nbytes
+        # By the storages: on the meta device there are no addresses to compare.
+        starts = [one.storage_offset() * one.element_size() for one in (packed, weight)]
+        is_same = packed.untyped_storage()._cdata == weight.untyped_storage()._cdata and starts[0] == starts[1]
+        return is_all and is_same and packed.dtype == torch.int32 and packed.is_contiguous()
 
     def _convert(self, tensors: Tensors, experts: int) -> tuple[Foreign, dict[str, torch.Tensor]]:
         schema, converted = self.schema.convert_humming(
@@ -107,9 +116,3 @@ class SourceConversion:
         except (RuntimeError, NotImplementedError):
             return self.small
         return outlines
-
-
-def _is_as_stored(packed: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `packed`, which begins where `weight` does, is all its bytes in their order, as words."""
-    is_whole = packed.nbytes == weight.nbytes and packed.shape[0] == weight.shape[0]
-    return is_whole and packed.dtype == torch.int32 and packed.is_contiguous()
