@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import torch
 from humming_convert import experts_file
 from humming_convert.activation import input_schema_for
 from humming_convert.checks import check_expected
+from humming_convert.collector import resumed
 from humming_convert.convert import Setting
 from humming_convert.devices import devices_of
 from humming_convert.errors import CheckpointError, Problem, UnsupportedError
@@ -56,7 +56,7 @@ def convert_layers(
         ThreadPoolExecutor(1, thread_name_prefix="finish") as finisher,
         emulate(options.target, devices[0]),  # held, so that slices find the seams in place
         _one_thread_per_operation(),
-        _plan_exempt_from_collection(),
+        resumed(),
     ):
         setting = Setting(
             target=options.target,
@@ -128,17 +128,3 @@ def _one_thread_per_operation() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _plan_exempt_from_collection() -> Iterator[None]:
-    """A plan is hundreds of thousands of objects that live as long as the run: not worth walking over and over."""
-    was_enabled = gc.isenabled()
-    gc.freeze()
-    gc.enable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if not was_enabled:
-            gc.disable()

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from humming_convert import model_card
+from humming_convert.collector import paused
 from humming_convert.errors import CheckpointError, Problem
 from humming_convert.hf_config import converted_config
 from humming_convert.interrupts import held_back
@@ -75,6 +76,11 @@ def convert_checkpoint(options: ConvertOptions) -> ConversionReport:
     Raises CheckpointError, UnsupportedError, NothingToConvertError or OutputError (all ConvertError) with every
     problem found; then there is no OUT, or the one that was there before.
     """
+    with paused():
+        return _convert_checkpoint(options)
+
+
+def _convert_checkpoint(options: ConvertOptions) -> ConversionReport:
     start = time.perf_counter()
     checkpoint = open_checkpoint(options.source, options.quant_config)
     plan = build_plan(checkpoint, activation=options.activation, dtype=options.dtype)
