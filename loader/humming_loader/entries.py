@@ -86,8 +86,27 @@ class SublayerEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallelEntry:
+    """Which part of a layer was packed for one tensor-parallel rank, cut before it was converted.
+
+    `layer` is vLLM's name of the whole layer, `intermediate_size` the whole one, of which the rank has the values from
+    `begin` to `end`. Where its own intermediate size is larger, the rest are weights of zero.
+    """
+
+    layer: str
+    rank: int
+    size: int
+    intermediate_size: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerEntry:
-    """One MoE layer; its key in the manifest is vLLM's layer name."""
+    """One MoE layer; its key in the manifest is vLLM's layer name.
+
+    With `tensor_parallel` it is one rank's part, `intermediate_size` the rank's own, and the key `parts.part_name`.
+    """
 
     family: str
     num_experts: int
@@ -99,6 +118,7 @@ class LayerEntry:
     has_bias: bool
     format: str
     sublayers: Mapping[str, SublayerEntry]
+    tensor_parallel: TensorParallelEntry | None = None
 
 
 @dataclass(frozen=True, slots=True)

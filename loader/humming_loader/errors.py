@@ -63,9 +63,14 @@ class RankError(LoaderError):
 
 
 class ParallelismError(LoaderError):
-    """A packed layer cannot be cut for this tensor-parallel size; `valid` are the sizes that it can be cut for."""
+    """A packed layer cannot be cut for this tensor-parallel size; `valid` are the sizes that it can be cut for.
 
-    def __init__(self, layer: str, tp_size: int, reason: str, valid: tuple[int, ...]) -> None:
+    `can_convert` says that cutting the source instead may work.
+    """
+
+    def __init__(
+        self, layer: str, tp_size: int, reason: str, valid: tuple[int, ...], *, can_convert: bool = False
+    ) -> None:
         self.layer = layer
         self.tp_size = tp_size
         self.valid = valid
@@ -73,6 +78,25 @@ class ParallelismError(LoaderError):
         super().__init__(
             f"{layer}: cannot be cut for tensor parallelism of {tp_size}: {reason}; sizes that work: {sizes} "
             "(expert parallelism works at every size)"
+            + (f"; for {tp_size}, humming-convert SRC OUT --tp {tp_size} cuts before it packs" if can_convert else "")
+        )
+
+
+class PreshardedError(LoaderError):
+    """The experts were cut for another tensor-parallel size before they were packed; `mend` is the call for this one.
+
+    An expert-parallel rank has a tensor-parallel size of 1.
+    """
+
+    def __init__(self, layer: str, packed: int, tp_size: int, mend: str) -> None:
+        self.layer = layer
+        self.packed = packed
+        self.tp_size = tp_size
+        self.mend = mend
+        found = f"{tp_size}" if tp_size > 1 else "1 (one GPU, or expert parallelism)"
+        super().__init__(
+            f"{layer}: expected a tensor-parallel size of {packed}, which its experts were cut for before they were "
+            f"packed, found {found}. Convert again for this size: {mend}"
         )
 
 

@@ -14,6 +14,7 @@ from humming_loader.errors import ServingError
 from humming_loader.host_layout import check_flags, check_host
 from humming_loader.layer import moves_of
 from humming_loader.load import empty_target, fill
+from humming_loader.parts import find_part, whole_intermediate_size
 from humming_loader.slicing import LayerSlice, local_intermediate_size, slice_layer
 from humming_loader.vllm_compat import FusedMoEMethodBase
 
@@ -47,14 +48,14 @@ class PrepackedHummingMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         super().__init__(layer.moe_config)
         self.layer_name = str(layer.layer_name)
         self.folder = folder
-        self.entry = manifest.layers[stored_name]
+        parallel = layer.moe_config.moe_parallel_config
+        self.entry = find_part(manifest, stored_name, parallel.tp_rank, parallel.tp_size)
         self.is_dummy = vllm_compat.load_format() == "dummy"
         self.part: LayerSlice | None = None
         self.humming_configs: dict[str, Any] = {}
         self.processed = False
         check_layer(self.layer_name, self.entry, manifest, self.moe)
         check_device(self.layer_name, self.entry, manifest)
-        parallel = self.moe.moe_parallel_config
         self.local_size = local_intermediate_size(stored_name, self.entry, parallel.tp_size)
         self.experts_cls = select_experts(self.layer_name, self.entry, self.moe)
 
@@ -178,7 +179,7 @@ def check_layer(layer_name: str, entry: LayerEntry, manifest: Manifest, moe: Any
     wanted: Mapping[str, tuple[object, object]] = {
         "experts": (entry.num_experts, moe.num_logical_experts),
         "hidden size": (entry.hidden_size, moe.hidden_dim),
-        "intermediate size": (entry.intermediate_size, moe.intermediate_size),
+        "intermediate size": (whole_intermediate_size(entry), moe.intermediate_size),
         "bias": (entry.has_bias, moe.has_bias),
         "gated": (entry.is_gated, moe.activation.is_gated),
         "interleaved gate and up": (

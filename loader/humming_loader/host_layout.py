@@ -12,6 +12,7 @@ from humming_loader.entries import Manifest, SublayerEntry
 from humming_loader.errors import HostMismatchError
 from humming_loader.fingerprint import FLAGS, Fingerprint, compare
 from humming_loader.layout import bits_of, parse_layer_config
+from humming_loader.parts import convert_call, tp_size_of
 
 # Versions whose bytes were found equal for 16-bit activations in every recorded case; with narrower ones they differ.
 SAME_A16_LAYOUT: frozenset[str] = frozenset({"0.1.19", "0.1.20"})
@@ -56,10 +57,8 @@ def check_flags(where: str, manifest: Manifest, entry: SublayerEntry, actual: Ma
 
 def mend(manifest: Manifest, host: Host) -> str:
     """The call that makes the checkpoint for `host`."""
-    return (
-        f"humming-convert {manifest.source.name or 'SRC'} OUT --target sm{host.sm} "
-        f"--cuda {host.cuda[0]}.{host.cuda[1]} --activation {manifest.activation} --dtype {manifest.param_dtype} "
-        f"(with humming-kernels {host.humming_version})"
+    return convert_call(
+        manifest, tp_size_of(manifest.layers), sm=host.sm, cuda=host.cuda, humming_version=host.humming_version
     )
 
 

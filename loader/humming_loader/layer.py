@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from humming_loader.checkpoint import find_output, read_manifest
-from humming_loader.errors import TensorError
 from humming_loader.host_layout import check_flags, check_host
 from humming_loader.load import Move, empty_target, fill
+from humming_loader.parts import find_part
 from humming_loader.slicing import LayerSlice, slice_layer
 
 
@@ -51,13 +51,12 @@ def load_layer(
     """Load one layer's packed experts from a converted checkpoint (a folder or a Hub repository) to `device`.
 
     Only the rank's bytes are read: `expert_ids` are logical experts in local order (None: all), `tp_rank` of `tp_size`
-    cuts the intermediate size. On a CUDA device the checkpoint must fit it. Raises LoaderError's family.
+    cuts the intermediate size, or takes what was packed for that rank (`convert --tp`). On a CUDA device the checkpoint
+    must fit it. Raises LoaderError's family.
     """
     root = find_output(path)
     manifest = read_manifest(root)
-    layer = manifest.layers.get(layer_name)
-    if layer is None:
-        raise TensorError(layer_name, "one of " + ", ".join(manifest.layers), "no such layer")
+    layer = find_part(manifest, layer_name, tp_rank, tp_size)
     from humming_loader import humming_host
 
     where = torch.device(device)

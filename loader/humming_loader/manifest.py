@@ -22,10 +22,12 @@ from humming_loader.entries import (
     SublayerEntry,
     TargetEntry,
     TensorEntry,
+    TensorParallelEntry,
 )
 from humming_loader.errors import ManifestError
 from humming_loader.fields import Fields, load_object
 from humming_loader.fingerprint import FLAGS, Fingerprint
+from humming_loader.parts import check_parts, part_name
 
 __all__ = [
     "FileEntry",
@@ -38,6 +40,7 @@ __all__ = [
     "SublayerEntry",
     "TargetEntry",
     "TensorEntry",
+    "TensorParallelEntry",
     "from_json",
     "layer_metadata",
     "parse_layer_metadata",
@@ -92,6 +95,7 @@ def from_json(text: str | bytes) -> Manifest:
         side_files=fields.sequence("side_files", _file),
     )
     fields.done()
+    check_parts(manifest.layers)
     return manifest
 
 
@@ -177,6 +181,7 @@ def _layer(value: object, where: str, name: str) -> LayerEntry:
         has_bias=fields.flag("has_bias"),
         format=fields.text("format"),
         sublayers=fields.mapping("sublayers", sublayer),
+        tensor_parallel=fields.optional("tensor_parallel", lambda key: _part(fields.take(key), fields.path(key), name)),
     )
     fields.done()
     if tuple(sorted(entry.sublayers)) != SUBLAYERS:
@@ -184,6 +189,22 @@ def _layer(value: object, where: str, name: str) -> LayerEntry:
             f"{where}.sublayers", " and ".join(SUBLAYERS), ", ".join(entry.sublayers) or "nothing"
         )
     return entry
+
+
+def _part(value: object, where: str, name: str) -> TensorParallelEntry:
+    fields = Fields(value, where)
+    part = TensorParallelEntry(
+        layer=fields.text("layer"),
+        rank=fields.count("rank"),
+        size=fields.count("size", 2),
+        intermediate_size=fields.count("intermediate_size", 1),
+        begin=fields.count("begin"),
+        end=fields.count("end"),
+    )
+    fields.done()
+    if name != part_name(part.layer, part.rank, part.size):
+        raise ManifestError(where, f"that of {name}", f"rank {part.rank} of {part.size} of {part.layer}")
+    return part
 
 
 def _sublayer(value: object, where: str, prefix: str, experts: int) -> SublayerEntry:

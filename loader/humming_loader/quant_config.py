@@ -18,6 +18,7 @@ from humming_loader import vllm_compat
 from humming_loader.checkpoint import cached_manifest, find_output, manifest_stamp
 from humming_loader.entries import Manifest
 from humming_loader.errors import ServingError
+from humming_loader.parts import layer_names
 from humming_loader.vllm_compat import QuantizationConfig
 
 METHOD = "humming_prepacked"
@@ -48,7 +49,7 @@ class Prepacked:
 
     def stored_name(self, layer_name: str) -> str | None:
         """The manifest's name of vLLM's layer, None for a layer that was not converted."""
-        layers = self.manifest().layers
+        layers = layer_names(self.manifest().layers)
         if layer_name in layers:
             return layer_name
         for name in layers:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from humming_loader.dtypes import tensor_nbytes
 from humming_loader.entries import LayerEntry, SublayerEntry, TensorEntry
-from humming_loader.errors import ParallelismError, RankError
+from humming_loader.errors import ParallelismError, PreshardedError, RankError
 from humming_loader.layout import PAD_K, PAD_N, Axis, Facts, facts_of, k_axis, n_axis
 
 LARGEST_TP = 64
@@ -105,8 +105,9 @@ def slice_layer(
 ) -> LayerSlice:
     """The part of `layer` for one rank; `experts` are logical ids (None: all), repeats allowed.
 
-    Raises ParallelismError, which names the tensor-parallel sizes that work, RankError for numbers out of range, and
-    ManifestError for an entry that contradicts itself.
+    A part that was packed for a rank is that rank's alone. Raises ParallelismError, which names the tensor-parallel
+    sizes that work, PreshardedError for a part of another size, RankError for numbers out of range, and ManifestError
+    for an entry that contradicts itself.
     """
     chosen = tuple(range(layer.num_experts)) if experts is None else tuple(experts)
     if not 0 <= tp_rank < tp_size:
@@ -116,6 +117,10 @@ def slice_layer(
         raise RankError(layer_name, f"experts below {layer.num_experts}", str(outside[0]))
     facts = {name: facts_of(entry) for name, entry in layer.sublayers.items()}
     size = local_intermediate_size(layer_name, layer, tp_size)
+    if layer.tensor_parallel is not None:
+        if layer.tensor_parallel.rank != tp_rank:
+            raise RankError(layer_name, f"rank {layer.tensor_parallel.rank}, whose part this is", str(tp_rank))
+        tp_rank, tp_size = 0, 1  # it was cut before it was packed
     begin = min(tp_rank * size, layer.intermediate_size)
     part = range(begin, min(begin + size, layer.intermediate_size))
     sublayers = {}
@@ -132,12 +137,20 @@ def slice_layer(
 
 
 def local_intermediate_size(layer_name: str, layer: LayerEntry, tp_size: int) -> int:
-    """Every rank's intermediate size at `tp_size`, padding of the last ranks included. Raises ParallelismError."""
-    if tp_size == 1:
+    """Every rank's intermediate size at `tp_size`, padding of the last ranks included.
+
+    Raises ParallelismError or, for a part that was packed for ranks of another size, PreshardedError.
+    """
+    packed = 1 if layer.tensor_parallel is None else layer.tensor_parallel.size
+    if packed not in (1, tp_size):
+        mend = "humming-convert SRC OUT" + (f" --tp {tp_size}" if tp_size > 1 else "")
+        raise PreshardedError(layer_name, packed, tp_size, mend)
+    if tp_size in (1, packed):
         return layer.intermediate_size
     reason = _refusal(layer, tp_size)
     if reason:
-        raise ParallelismError(layer_name, tp_size, reason, valid_tp_sizes(layer))
+        can_convert = layer.intermediate_size % tp_size == 0
+        raise ParallelismError(layer_name, tp_size, reason, valid_tp_sizes(layer), can_convert=can_convert)
     unit = cut_unit(layer)
     return math.ceil(math.ceil(layer.intermediate_size / unit) / tp_size) * unit
 

@@ -183,7 +183,7 @@ def test_refusal_names_the_sizes_that_work() -> None:
     assert str(caught.value) == (
         "model.layers.0.mlp.experts: cannot be cut for tensor parallelism of 4: a rank's part of 768 must be a "
         "multiple of 128: this layout cannot be padded; sizes that work: 1, 2, 3, 6 (expert parallelism works at "
-        "every size)"
+        "every size); for 4, humming-convert SRC OUT --tp 4 cuts before it packs"
     )
     assert caught.value.valid == (1, 2, 3, 6)
 
