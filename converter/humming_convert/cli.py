@@ -22,6 +22,7 @@ from humming_convert.activation import DESCRIPTIONS, NAMES
 from humming_convert.errors import ConvertError, OutputError, is_out_of_memory
 from humming_loader._version import __version__
 from humming_loader.errors import LoaderError
+from humming_loader.slicing import LARGEST_TP
 
 TRACEBACK = "HUMMING_CONVERT_TRACEBACK"
 
@@ -127,6 +128,13 @@ def main() -> None:
     show_default=True,
     help="Record the SHA-256 of every source file in the manifest; the source is read once more for it.",
 )
+@click.option(
+    "--tp",
+    type=click.IntRange(1, LARGEST_TP),
+    default=1,
+    show_default=True,
+    help="Cut the source for this many tensor-parallel ranks before packing; OUT then serves that size alone.",
+)
 @reports_errors
 def convert(source: Path, out: Path, **given: Any) -> None:  # noqa: ANN401 - Click's own values
     """Convert SRC, a .safetensors file or a model folder, into the new folder OUT."""
@@ -147,9 +155,12 @@ def convert(source: Path, out: Path, **given: Any) -> None:  # noqa: ANN401 - Cl
 @click.option("--activation", type=click.Choice(NAMES), default="a16", show_default=True)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]))
 @click.option("--quant-config", type=click.Path(path_type=Path))
+@click.option("--tp", type=click.IntRange(1, LARGEST_TP), default=1, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reports_errors
-def plan(source: Path, activation: str, dtype: str | None, quant_config: Path | None, as_json: bool) -> None:
+def plan(
+    source: Path, activation: str, dtype: str | None, quant_config: Path | None, tp: int, as_json: bool
+) -> None:
     """Show what would be converted and what passed through, from headers alone."""
     from humming_convert.plan_build import build_plan
     from humming_convert.report import plan_as_json, plan_as_text
@@ -157,7 +168,7 @@ def plan(source: Path, activation: str, dtype: str | None, quant_config: Path | 
 
     gc.disable()  # hundreds of thousands of headers that live until the process ends
     checkpoint = open_checkpoint(source, quant_config)
-    found = build_plan(checkpoint, activation=activation, dtype=dtype)
+    found = build_plan(checkpoint, activation=activation, dtype=dtype, tp_size=tp)
     click.echo(json.dumps(plan_as_json(found, checkpoint), indent=1) if as_json else plan_as_text(found, checkpoint))
 
 

@@ -18,6 +18,7 @@ from humming_convert import steps
 from humming_convert.activation import input_schema_for
 from humming_convert.devices import on_device, to_host
 from humming_convert.gather import Gatherer, StackReader, chunks_of
+from humming_convert.gather_cut import CutReader
 from humming_convert.kernel_format import SublayerConverter
 from humming_convert.plan import LayerPlan, StackedTensor, SublayerPlan
 from humming_convert.source import TensorHeader
@@ -57,7 +58,7 @@ class SublayerRun:
     plan: SublayerPlan
     converter: SublayerConverter
     chunks: tuple[range, ...]
-    weight: StackReader
+    weight: StackReader | CutReader
     device: torch.device
     setting: Setting
     source_bytes: int
@@ -157,7 +158,7 @@ def begin_sublayer(
         torch.cuda.synchronize(device)  # slices run in streams of their own
     chunk_bytes = CPU_CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
     chunks = chunks_of(layer.num_experts, weight_bytes(weight) // layer.num_experts, chunk_bytes)
-    source_bytes = source_bytes_of(plan, gatherer.checkpoint.tensors)
+    source_bytes = source_bytes_of(plan, layer, gatherer.checkpoint.tensors)
     reader = gatherer.slices(weight, is_pinned=device.type == "cuda")
     run = SublayerRun(plan, converter, tuple(chunks), reader, device, setting, source_bytes)
     run.start()
@@ -165,14 +166,18 @@ def begin_sublayer(
 
 
 def weight_bytes(weight: StackedTensor) -> int:
-    """Bytes of the stacked weight, all experts."""
-    return tensor_nbytes(weight.dtype, weight.shape, weight.name)
+    """Bytes of the stacked weight, all experts and ranks: what is read of it."""
+    return tensor_nbytes(weight.dtype, weight.whole_shape, weight.name)
 
 
-def source_bytes_of(plan: SublayerPlan, headers: Mapping[str, TensorHeader]) -> int:
-    """Bytes that the sublayer's tensors take in the source."""
+def source_bytes_of(plan: SublayerPlan, layer: LayerPlan, headers: Mapping[str, TensorHeader]) -> int:
+    """Bytes that the sublayer's tensors take in the source, or a rank's share of them."""
     used = {part.source for tensor in (*plan.tensors, *plan.input_tensors) for part in tensor.parts}
-    return sum(headers[name].nbytes for name in used.union(plan.unused))
+    total = sum(headers[name].nbytes for name in used.union(plan.unused))
+    if layer.part is None:
+        return total
+    rank, size = layer.part.rank, layer.part.size
+    return total * (rank + 1) // size - total * rank // size
 
 
 def final_shapes(run: SublayerRun, experts: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -12,23 +12,28 @@ import torch
 from humming_convert.convert import Setting, SublayerRun, begin_sublayer, final_shapes
 from humming_convert.gather import Gatherer
 from humming_convert.layout_probe import fingerprint, layer_config_to_str, probe_digest
-from humming_convert.plan import LayerPlan
+from humming_convert.plan import LayerPlan, RankPart
 from humming_convert.progress import ByteProgress
 from humming_convert.schemas import schema_to_dict
 from humming_convert.slicing_rules import slicing_rules
 from humming_convert.writer import ExpertsFileWriter, TensorSpec, metadata_size
 from humming_loader._version import __version__
 from humming_loader.dtypes import code_of_torch_dtype
-from humming_loader.entries import LayerEntry, SublayerEntry, TensorEntry
+from humming_loader.entries import LayerEntry, SublayerEntry, TensorEntry, TensorParallelEntry
 from humming_loader.fingerprint import Fingerprint
 from humming_loader.manifest import TENSOR_NAMES, layer_metadata, stored_name
+from humming_loader.parts import rank_suffix
 
 UNKNOWN_DIGEST = "0" * 64
 
 
-def file_name(number: int, count: int) -> str:
-    """Path in the output folder of the `number`-th of `count` layers. Tensor names never become paths."""
-    return f"humming/experts-{number:05d}-of-{count:05d}.safetensors"
+def file_name(number: int, count: int, part: RankPart | None = None) -> str:
+    """Path in the output folder of the `number`-th of `count` layers, or of a rank's part, which is read alone.
+
+    Tensor names never become paths.
+    """
+    rank = "" if part is None else rank_suffix(part.rank, part.size)
+    return f"humming/experts-{number:05d}-of-{count:05d}{rank}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,21 @@ def _entry(layer: LayerPlan, runs: tuple[SublayerRun, ...], setting: Setting, na
         has_bias=layer.has_bias,
         format=" + ".join(sorted({sublayer.format for sublayer in layer.sublayers})),
         sublayers={run.plan.name: _sublayer_entry(layer, run, setting, name) for run in runs},
+        tensor_parallel=part_entry(layer.part),
+    )
+
+
+def part_entry(part: RankPart | None) -> TensorParallelEntry | None:
+    """What the manifest says of a rank's part; nothing of a whole layer."""
+    if part is None:
+        return None
+    return TensorParallelEntry(
+        layer=part.layer,
+        rank=part.rank,
+        size=part.size,
+        intermediate_size=part.intermediate_size,
+        begin=part.begin,
+        end=part.end,
     )
 
 

@@ -15,24 +15,11 @@ import torch
 
 from humming_convert import steps
 from humming_convert.checks import check_scale, check_unequal
-from humming_convert.errors import CheckpointError, Problem
+from humming_convert.errors import CheckpointError
+from humming_convert.gather_cut import CutReader, whole_of
 from humming_convert.plan import Part, StackedTensor
+from humming_convert.raw_tensors import bytes_of, torch_dtype
 from humming_convert.source import Checkpoint, Payload, TensorHeader
-from humming_loader.dtypes import dtype_info
-
-
-def torch_dtype(code: str, name: str) -> torch.dtype:
-    """The torch dtype of a safetensors code. Raises DtypeError (with `name`) when torch has none."""
-    info = dtype_info(code, name)
-    found = getattr(torch, info.torch_name) if info.torch_name else None
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError([Problem(name, "a dtype that torch knows", code)])
-    return found
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The storage of a contiguous CPU tensor as writable bytes."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +33,11 @@ class Gatherer:
         """All of `tensor`: what `slices(tensor).read` gives for every expert, and raises."""
         return self.slices(tensor).read(range(tensor.shape[0]))
 
-    def slices(self, tensor: StackedTensor, *, is_pinned: bool = False) -> StackReader:
+    def slices(self, tensor: StackedTensor, *, is_pinned: bool = False) -> StackReader | CutReader:
         """A reader of `tensor`, for as many slices of experts as are wanted; pinned ones travel faster to a GPU."""
+        if tensor.cut is not None:
+            whole = StackReader(self.checkpoint, self.payload, whole_of(tensor), is_pinned=False)
+            return CutReader(self.checkpoint, self.payload, tensor, tensor.cut, whole.read, is_pinned)
         return StackReader(self.checkpoint, self.payload, tensor, is_pinned)
 
 
@@ -119,7 +109,7 @@ class StackReader:
 
     def _read_run(self, experts: range, out: torch.Tensor) -> None:
         """Read every part to where it belongs, with no copy on the way."""
-        target = _bytes_of(out)
+        target = bytes_of(out)
         offset = 0
         for part in self._parts(experts):
             end = offset + self._headers[part.source].nbytes
@@ -168,7 +158,7 @@ class StackReader:
             shape = (len(experts), *header.shape[1:])
         dtype = torch_dtype(header.dtype, header.name)
         value = self._scratch(shape, dtype) if is_scratch else torch.empty(tuple(shape), dtype=dtype)
-        self._payload.read_into(header.name, _bytes_of(value), start)
+        self._payload.read_into(header.name, bytes_of(value), start)
         return value
 
 

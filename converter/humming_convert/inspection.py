@@ -14,6 +14,7 @@ from humming_convert.verify_output import read_manifest
 from humming_loader.dtypes import tensor_nbytes
 from humming_loader.entries import LayerEntry, Manifest, SublayerEntry
 from humming_loader.manifest import METADATA_LAYERS, METADATA_VERSION, parse_layer_metadata
+from humming_loader.parts import tp_size_of
 
 
 def inspect_as_json(path: Path) -> dict[str, Any]:
@@ -54,10 +55,13 @@ def _head(manifest: Manifest) -> list[str]:
     target = manifest.target
     cuda = ".".join(str(number) for number in target.cuda)
     passed = manifest.passthrough
+    tp_size = tp_size_of(manifest.layers)
+    ranks = [f"ranks        each of tensor parallelism {tp_size} for itself"] if tp_size > 1 else []
     return [
         f"source       {manifest.source.name} ({_count(len(manifest.source.files), 'file')})",
         f"target       sm{target.sm}, CUDA {cuda}, humming-kernels {manifest.humming_version}",
         f"activations  {manifest.activation}, parameters {manifest.param_dtype}",
+        *ranks,
         f"made by      {manifest.producer.name} {manifest.producer.version} on {manifest.created}",
         f"passed on    {_count(passed.tensors, 'tensor')}, {passed.bytes / 1e6:.2f} MB in "
         f"{_count(len(passed.files), 'file')}",
@@ -70,11 +74,19 @@ def _table(layers: Mapping[str, LayerEntry]) -> list[str]:
     for name, layer in layers.items():
         lines.append(
             f"{name}  ({layer.family}, {layer.format}, {layer.num_experts} experts, "
-            f"hidden {layer.hidden_size}, intermediate {layer.intermediate_size}, gate/up {layer.gate_up})"
+            f"hidden {layer.hidden_size}, intermediate {_intermediate(layer)}, gate/up {layer.gate_up})"
         )
         for key, sublayer in layer.sublayers.items():
             lines += _rows(key, sublayer)
     return lines
+
+
+def _intermediate(layer: LayerEntry) -> str:
+    part = layer.tensor_parallel
+    if part is None:
+        return str(layer.intermediate_size)
+    text = f"{part.begin} to {part.end} of {part.intermediate_size}"
+    return text if part.end - part.begin == layer.intermediate_size else f"{text}, made up to {layer.intermediate_size}"
 
 
 def _rows(key: str, sublayer: SublayerEntry) -> list[str]:

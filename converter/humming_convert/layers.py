@@ -38,14 +38,19 @@ def convert_layers(
     folder: OutputFolder,
     progress: ByteProgress,
 ) -> dict[str, LayerEntry]:
-    """Write one experts file for each layer of `plan`; the manifest's entries by layer name.
+    """Write one experts file for each layer of `plan`, or each rank's part of it; the manifest's entries by name.
 
     Raises UnsupportedError for everything that Humming cannot take before any payload is read, CheckpointError for
     values that cannot be, OutputError when writing fails.
     """
     check_all_compatible(plan, options)
     gatherer = Gatherer(checkpoint, payload)
-    names = [experts_file.file_name(number, len(plan.layers)) for number in range(1, len(plan.layers) + 1)]
+    parts = plan.packed
+    names = [
+        experts_file.file_name(number, len(plan.layers), part.part)
+        for number, layer in enumerate(plan.layers, 1)
+        for part in layer.ranks or (layer,)
+    ]
     devices = devices_of(options.device, options.target)
     lanes = max(_SUBLAYERS * len(devices), options.workers // 2)
     with (
@@ -70,18 +75,18 @@ def convert_layers(
         )
 
         def prepare(index: int) -> experts_file.LayerRun:
-            _check_bookkeeping(plan.layers[index], checkpoint, payload)
+            _check_bookkeeping(parts[index], checkpoint, payload)
             # Layers take turns on the GPUs: a layer's scales then live on one of them only.
             device = devices[index % len(devices)]
-            return experts_file.begin_layer(plan.layers[index], gatherer, setting, names[index], device)
+            return experts_file.begin_layer(parts[index], gatherer, setting, names[index], device)
 
         under_way: deque[experts_file.LayerWriting] = deque()
         entries: list[LayerEntry] = []
         try:
             begun = preparer.submit(prepare, 0)
-            for index, layer in enumerate(plan.layers):
+            for index, layer in enumerate(parts):
                 current = begun.result()
-                if index + 1 < len(plan.layers):
+                if index + 1 < len(parts):
                     begun = preparer.submit(prepare, index + 1)
                 # One layer more than the lanes can take: a lane that is done finds the next sublayer waiting.
                 while len(under_way) > lanes // _SUBLAYERS:
@@ -93,7 +98,7 @@ def convert_layers(
             for writing in under_way:
                 writing.writer.stop()  # or leaving would wait until these layers are written
             raise
-        return {layer.layer_name: entry for layer, entry in zip(plan.layers, entries, strict=True)}
+        return {layer.layer_name: entry for layer, entry in zip(parts, entries, strict=True)}
 
 
 def _check_bookkeeping(layer: LayerPlan, checkpoint: Checkpoint, payload: Payload) -> None:

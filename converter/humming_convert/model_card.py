@@ -23,7 +23,7 @@ once from `{source}` by humming-convert {version}. Every other tensor is the sou
 | parameter dtype | {dtype} |
 | MoE layers | {layers} |
 | experts a layer | {experts} |
-| formats | {formats} |
+| formats | {formats} |{ranks}
 
 The packed bytes fit only {target} and the Humming version named in `humming/manifest.json`. Check the folder with
 `humming-convert verify .`, see what is in it with `humming-convert inspect .`, and make it again for another GPU with
@@ -48,5 +48,6 @@ def render(plan: ConversionPlan, options: ConvertOptions) -> str:
         dtype=plan.param_dtype,
         layers=len(plan.layers),
         experts=", ".join(str(count) for count in sorted({layer.num_experts for layer in plan.layers})),
+        ranks=f"\n| tensor parallelism | {plan.tp_size}, and no other |" if plan.tp_size > 1 else "",
         formats=", ".join(f"{name} ({count} sublayers)" for name, count in sorted(formats.items())),
     )

@@ -31,6 +31,7 @@ class ConvertOptions:
 
     `device` is `cpu` or `cuda[:i]`; `dtype` is the parameter dtype (None: the checkpoint's own);
     `max_shard_bytes` bounds each file of passed-through tensors; `workers` converts that many slices at once.
+    `tp_size` above 1 packs each tensor-parallel rank's part for itself.
     """
 
     source: Path
@@ -44,6 +45,7 @@ class ConvertOptions:
     overwrite: bool = False
     workers: int = 1
     hash_source: bool = False
+    tp_size: int = 1
 
 
 def parse_size(text: str) -> int:

@@ -53,6 +53,7 @@ class ConversionReport:
     passthrough_bytes: int
     seconds: float
     target: str
+    tp_size: int
     humming_version: str
     notes: tuple[str, ...]
 
@@ -61,8 +62,9 @@ class ConversionReport:
         # The start alone takes seconds: for little data a rate would say nothing.
         rate = f", {self.source_bytes / self.seconds / 1e6:.0f} MB/s" if self.source_bytes >= RATE_BYTES else ""
         lines = [f"note: {note}" for note in self.notes]
+        ranks = f" for each of {self.tp_size} tensor-parallel ranks" if self.tp_size > 1 else ""
         lines.append(
-            f"{self.out}: {self.layers} MoE layers packed ({self.packed_bytes / 1e6:.1f} MB) "
+            f"{self.out}: {self.layers} MoE layers packed{ranks} ({self.packed_bytes / 1e6:.1f} MB) "
             f"for {self.target} with humming-kernels {self.humming_version}, "
             f"{self.passthrough_tensors} tensors passed through ({self.passthrough_bytes / 1e6:.1f} MB), "
             f"{self.seconds:.1f} s{rate}"
@@ -83,7 +85,7 @@ def convert_checkpoint(options: ConvertOptions) -> ConversionReport:
 def _convert_checkpoint(options: ConvertOptions) -> ConversionReport:
     start = time.perf_counter()
     checkpoint = open_checkpoint(options.source, options.quant_config)
-    plan = build_plan(checkpoint, activation=options.activation, dtype=options.dtype)
+    plan = build_plan(checkpoint, activation=options.activation, dtype=options.dtype, tp_size=options.tp_size)
     source_root = options.source if checkpoint.is_single_file else checkpoint.root
     total = sum(header.nbytes for header in checkpoint.tensors.values())
     hashed = [file.name for file in checkpoint.files] if options.hash_source else []
@@ -111,13 +113,14 @@ def _convert_checkpoint(options: ConvertOptions) -> ConversionReport:
         folder.commit(to_json(manifest))
     return ConversionReport(
         out=options.out,
-        layers=len(layers),
+        layers=len(plan.layers),
         packed_bytes=packed_bytes(layers),
         source_bytes=total,
         passthrough_tensors=passed.tensors,
         passthrough_bytes=passed.bytes,
         seconds=time.perf_counter() - start,
         target=str(options.target),
+        tp_size=plan.tp_size,
         humming_version=manifest.humming_version,
         notes=plan.notes,
     )

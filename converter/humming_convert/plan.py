@@ -27,6 +27,29 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """`count` consecutive elements of an axis from `start` on, made up to `width`."""
+
+    start: int
+    count: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one tensor-parallel rank has of a stacked tensor: `runs`, one after the other, along `axis`.
+
+    `axis` is one of the per-expert shape, `extent` what the whole tensor has there. What makes a run up to its width
+    is `fill`.
+    """
+
+    axis: int
+    extent: int
+    runs: tuple[Run, ...]
+    fill: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StackedTensor:
     """One tensor of a sublayer under the schema's own name, all experts stacked on axis 0.
 
@@ -34,7 +57,7 @@ class StackedTensor:
     the parts of one expert follow each other (gate first), in order of expert and then of stack. Every part
     passes `steps` first and then has `dtype`. `is_weight` marks the one tensor that is large enough to be
     read in slices of experts. `check` names the rule of `humming_convert.checks` that each part's values, as
-    stored, must obey.
+    stored, must obey. With `cut`, `shape` is a rank's, and everything else is about the whole.
     """
 
     name: str
@@ -45,6 +68,14 @@ class StackedTensor:
     steps: tuple[Step, ...] = ()
     is_weight: bool = False
     check: str = ""
+    cut: Cut | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape before a cut."""
+        if self.cut is None:
+            return self.shape
+        return (*self.shape[: self.cut.axis + 1], self.cut.extent, *self.shape[self.cut.axis + 2 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +107,29 @@ class SublayerPlan:
     expected: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """Which part of `layer` a rank has: of its `intermediate_size` the values from `begin` to `end`.
+
+    What the rank's own intermediate size is beyond that are weights of zero, with scales of `scale_fill`.
+    """
+
+    layer: str
+    rank: int
+    size: int
+    intermediate_size: int
+    begin: int
+    end: int
+    scale_fill: float
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """One MoE layer; `layer_name` is vLLM's (`model.layers.0.mlp.experts`)."""
+    """One MoE layer; `layer_name` is vLLM's (`model.layers.0.mlp.experts`).
+
+    `ranks` are its parts where each tensor-parallel rank is packed for itself: plans of their own, whose `part` says
+    which, and whose tensors are cut.
+    """
 
     layer_name: str
     family: str
@@ -91,6 +142,8 @@ class LayerPlan:
     has_bias: bool
     sublayers: tuple[SublayerPlan, ...]
     source_bytes: int
+    ranks: tuple[LayerPlan, ...] = ()
+    part: RankPart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +155,9 @@ class ConversionPlan:
     layers: tuple[LayerPlan, ...]
     passthrough: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    tp_size: int = 1
+
+    @property
+    def packed(self) -> tuple[LayerPlan, ...]:
+        """What is packed, in order: the layers, or the parts of each."""
+        return tuple(part for layer in self.layers for part in (layer.ranks or (layer,)))

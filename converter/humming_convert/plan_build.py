@@ -23,6 +23,7 @@ from humming_convert.plan import ConversionPlan, LayerPlan
 from humming_convert.plan_config import family_of, method_of, param_dtype_of
 from humming_convert.source import Checkpoint
 from humming_convert.sublayer_plan import Context, plan_sublayer
+from humming_convert.tensor_parallel import cut_layers
 
 
 @dataclass(slots=True)
@@ -40,8 +41,12 @@ class _Building:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def build_plan(checkpoint: Checkpoint, *, activation: str = "a16", dtype: str | None = None) -> ConversionPlan:
+def build_plan(
+    checkpoint: Checkpoint, *, activation: str = "a16", dtype: str | None = None, tp_size: int = 1
+) -> ConversionPlan:
     """The plan of a whole conversion; `dtype` overrides the parameter dtype that config.json gives.
+
+    With a `tp_size` of more than 1 each tensor-parallel rank's part of every layer is packed for itself.
 
     Raises NothingToConvertError when no routed experts are quantized, CheckpointError when the checkpoint is
     not whole, UnsupportedError when it is whole but outside what is supported; the last two carry every
@@ -83,10 +88,18 @@ def build_plan(checkpoint: Checkpoint, *, activation: str = "a16", dtype: str | 
     return ConversionPlan(
         source=source,
         param_dtype=building.param_dtype,
-        layers=tuple(layer for layer in layers if layer is not None),
+        layers=_cut([layer for layer in layers if layer is not None], tp_size),
         passthrough=tuple(name for name in checkpoint.tensors if name not in claimed),
         notes=tuple(building.notes),
+        tp_size=tp_size,
     )
+
+
+def _cut(layers: Sequence[LayerPlan], tp_size: int) -> tuple[LayerPlan, ...]:
+    try:
+        return cut_layers(layers, tp_size)
+    except UnsupportedError as error:
+        raise UnsupportedError(_once(error.problems)) from None
 
 
 def _nothing(checkpoint: Checkpoint, source: str, reason: str, index: LayerIndex) -> str:

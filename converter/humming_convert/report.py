@@ -24,6 +24,7 @@ def plan_as_json(plan: ConversionPlan, checkpoint: Checkpoint) -> dict[str, Any]
             "quant_method": (checkpoint.quantization or {}).get("quant_method"),
         },
         "param_dtype": plan.param_dtype,
+        "tp_size": plan.tp_size,
         "layers": [_layer_as_json(layer) for layer in plan.layers],
         "converted_bytes": sum(layer.source_bytes for layer in plan.layers),
         "passthrough": {
@@ -42,12 +43,14 @@ def plan_as_text(plan: ConversionPlan, checkpoint: Checkpoint) -> str:
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     passed = sum(checkpoint.tensors[name].nbytes for name in plan.passthrough)
     converted = sum(layer.source_bytes for layer in plan.layers)
+    parts = _parts(plan)
     unused = sum(len(part.unused) for layer in plan.layers for part in layer.sublayers)
     families = ", ".join(dict.fromkeys(layer.family for layer in plan.layers))
     lines = [
         f"{plan.source}: {_count(len(checkpoint.tensors), 'tensor')} in "
         f"{_count(len(checkpoint.files), 'file')}, {_size(total)}",
         f"family {families}, quant_method {method} ({origin}), parameters in {plan.param_dtype}",
+        *([parts] if parts else []),
         "",
         *_table(["layers", "experts", "hidden", "intermediate", "w13", "w2", "size"], _rows(plan.layers)),
         "",
@@ -59,6 +62,18 @@ def plan_as_text(plan: ConversionPlan, checkpoint: Checkpoint) -> str:
         lines.append(f"left out: {_count(unused, 'tensor')} with no place in the kernel layout")
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def _parts(plan: ConversionPlan) -> str:
+    """What each rank gets of the intermediate sizes, where ranks are packed for themselves."""
+    shares: dict[str, None] = {}
+    for layer in plan.layers:
+        held = [(rank.part.end - rank.part.begin, rank.intermediate_size) for rank in layer.ranks if rank.part]
+        words = [str(count) if count == width else f"{count} made up to {width}" for count, width in held]
+        if words:
+            equal = len(set(words)) == 1
+            shares[f"{layer.intermediate_size} into {f'{words[0]} each' if equal else ', '.join(words)}"] = None
+    return f"tensor parallelism {plan.tp_size}: intermediate size {'; '.join(shares)}" if shares else ""
 
 
 def support_as_json() -> dict[str, Any]:
@@ -90,8 +105,14 @@ def _layer_as_json(layer: LayerPlan) -> dict[str, Any]:
         "gate_up": "interleaved" if layer.is_interleaved else "split",
         "has_bias": layer.has_bias,
         "source_bytes": layer.source_bytes,
+        "ranks": [_rank_as_json(rank) for rank in layer.ranks],
         "sublayers": {part.name: _sublayer_as_json(part) for part in layer.sublayers},
     }
+
+
+def _rank_as_json(rank: LayerPlan) -> dict[str, Any]:
+    part = {} if rank.part is None else {"begin": rank.part.begin, "end": rank.part.end}
+    return {"layer_name": rank.layer_name, "intermediate_size": rank.intermediate_size, **part}
 
 
 def _sublayer_as_json(part: SublayerPlan) -> dict[str, Any]:

@@ -27,6 +27,7 @@ def resolve_options(
     overwrite: bool,
     workers: int | None,
     hash_source: bool,
+    tp: int,
 ) -> tuple[ConvertOptions, tuple[str, ...]]:
     """The options of a conversion and what the user should be told about choices made for them.
 
@@ -49,6 +50,7 @@ def resolve_options(
         overwrite=overwrite,
         workers=workers or default_workers(),
         hash_source=hash_source,
+        tp_size=tp,
     )
     return options, tuple(notes)
 

@@ -13,6 +13,7 @@ from humming_convert.source import Payload
 from humming_convert.verify_output import check_output, output_bytes, packed_sizes, read_manifest
 from humming_convert.verify_source import SourceComparison, SourceReport, open_source
 from humming_convert.verify_sublayer import Sides
+from humming_loader.parts import layer_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def verify(
             raise VerificationError(problems)
     return VerifyReport(
         out=out,
-        layers=len(manifest.layers),
+        layers=len(layer_names(manifest.layers)),
         packed_tensors=len(sizes),
         packed_bytes=sum(sizes),
         passthrough_tensors=manifest.passthrough.tensors,

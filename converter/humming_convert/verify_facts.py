@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -40,8 +41,11 @@ def layer_problems(layer: LayerPlan, entry: LayerEntry) -> Iterator[Problem]:
         "gate_up": "interleaved" if layer.is_interleaved else "split",
         "has_bias": layer.has_bias,
         "format": " + ".join(sorted({sublayer.format for sublayer in layer.sublayers})),
+        "tensor_parallel": _part_facts(layer),
     }
-    yield from _differences(layer.layer_name, wanted, {name: getattr(entry, name) for name in wanted})
+    found_part = None if entry.tensor_parallel is None else asdict(entry.tensor_parallel)
+    found_facts = {name: getattr(entry, name) for name in wanted} | {"tensor_parallel": found_part}
+    yield from _differences(layer.layer_name, wanted, found_facts)
     for sublayer in layer.sublayers:
         packed = entry.sublayers[sublayer.name]
         facts: Facts = {
@@ -53,6 +57,12 @@ def layer_problems(layer: LayerPlan, entry: LayerEntry) -> Iterator[Problem]:
         }
         found: Facts = {name: getattr(packed, name) for name in facts}
         yield from _differences(f"{layer.layer_name} {sublayer.name}", facts, found)
+
+
+def _part_facts(layer: LayerPlan) -> Facts | None:
+    if layer.part is None:
+        return None
+    return {key: value for key, value in asdict(layer.part).items() if key != "scale_fill"}
 
 
 def layout_problems(

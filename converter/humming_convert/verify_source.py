@@ -25,6 +25,7 @@ from humming_convert.verify_facts import installed_humming, layer_problems, layo
 from humming_convert.verify_output import BUFFER_BYTES, passthrough_tensors
 from humming_convert.verify_sublayer import Sides, SublayerComparison
 from humming_loader.entries import LayerEntry, Manifest
+from humming_loader.parts import tp_size_of
 from humming_loader.reader import ExpertsFile
 
 CONFIG_FILE = "config.json"
@@ -59,7 +60,13 @@ def open_source(
     kept = _kept_quantization(out) if quant_config is None else None
     if kept:
         checkpoint = replace(checkpoint, quantization=kept)
-    return checkpoint, build_plan(checkpoint, activation=manifest.activation, dtype=manifest.param_dtype)
+    plan = build_plan(
+        checkpoint,
+        activation=manifest.activation,
+        dtype=manifest.param_dtype,
+        tp_size=tp_size_of(manifest.layers),
+    )
+    return checkpoint, plan
 
 
 def _kept_quantization(out: Path) -> dict[str, object] | None:
@@ -92,7 +99,7 @@ class SourceComparison:
         problems += self._compare_files()
         problems += self._compare_passthrough()
         problems += self._compare_side_files()
-        planned = {layer.layer_name: layer for layer in self.plan.layers}
+        planned = {layer.layer_name: layer for layer in self.plan.packed}
         if set(planned) != set(self.manifest.layers):
             wanted, found = ", ".join(sorted(planned)), ", ".join(sorted(self.manifest.layers))
             problems.append(Problem("layers", f"those of the source: {wanted}", found))
@@ -223,7 +230,7 @@ class SourceComparison:
             return [Problem(where, f"experts, N, K and stacks {wanted} of the source", f"{shape}")]
         try:
             layout = parse_layout(packed.layer_config, packed.fingerprint.flags)
-            problems = SublayerComparison(self.sides, sublayer, packed, layout, layer.num_experts).run()
+            problems = SublayerComparison(self.sides, layer, sublayer, packed, layout).run()
             report.weights += layer.num_experts * sublayer.shape_n * sublayer.shape_k
         except VerificationError as error:
             problems = list(error.problems)

@@ -13,9 +13,10 @@ from humming_convert.decode import Decoded, PackedLayout, decode, raw_array
 from humming_convert.decode_source import Raw, RawTensor, decode_projection, to_float32
 from humming_convert.errors import Problem, VerificationError
 from humming_convert.expected import Expert, expected, largest_scale, stack
-from humming_convert.plan import Part, StackedTensor, SublayerPlan
+from humming_convert.plan import LayerPlan, Part, StackedTensor, SublayerPlan
 from humming_convert.progress import ByteProgress
 from humming_convert.source import Checkpoint, Payload
+from humming_convert.verify_part import expert_part
 from humming_loader.entries import SublayerEntry
 from humming_loader.reader import ExpertsFile
 
@@ -40,10 +41,15 @@ class SublayerComparison:
     """One sublayer on both sides."""
 
     sides: Sides
+    layer: LayerPlan
     plan: SublayerPlan
     entry: SublayerEntry
     layout: PackedLayout
-    num_experts: int
+
+    @property
+    def num_experts(self) -> int:
+        """Of the layer."""
+        return self.layer.num_experts
 
     def run(self) -> list[Problem]:
         """Compare every expert; at most one problem for each kind of tensor."""
@@ -95,7 +101,7 @@ class SublayerComparison:
             for part in self._parts(tensor, expert):
                 stacks.setdefault(part.stack, {})[tensor.name] = self._read(part.source, part.expert, expert)
         projections = [decode_projection(self.entry.source_schema, stacks[index]) for index in sorted(stacks)]
-        return stack(projections)
+        return expert_part(stack(projections), self.layer, self.plan, has_groups=self.layout.group > 0)
 
     def _parts(self, tensor: StackedTensor, expert: int) -> Sequence[Part]:
         if tensor.parts[0].expert is None:
