@@ -17,6 +17,8 @@ _E5M0 = (113, 142)
 _EIGHTS = 0x88  # two packed 4-bit codes of 8
 _LEAST_NORMAL_FLOAT16 = 2.0**-14
 _UNEQUAL = "unequal_"
+_INTERLEAVED = "interleaved"
+_ONE_SCALE = "the scale of gate, whose rows alternate with those of up in this family's kernels"
 _HINT = "the checkpoint is damaged, or calibration never reached this expert: quantize it again"
 _WIDER = "use --dtype bfloat16"
 
@@ -57,14 +59,18 @@ def check_unequal(sources: Sequence[str], values: torch.Tensor, kind: str) -> li
 
     `values` is `(E, projections)`, `sources` names each number's tensor in that order. Humming keeps such
     scales as F32 as long as the projections of every expert agree; only otherwise are they rounded, and only
-    then does RULE apply (to the numbers, or to their reciprocals).
+    then does RULE apply (to the numbers, or to their reciprocals). `unequal_interleaved` allows no difference.
     """
     rules = [rule.removeprefix(_UNEQUAL) for rule in kind.split(",") if rule.startswith(_UNEQUAL)]
     if not rules or values.ndim < 2 or bool((values == values[:, :1]).all()):
         return []
-    problems = []
+    problems: list[Problem | None] = []
     for rule in rules:
         plain = rule.removeprefix("reciprocal_")
+        if rule == _INTERLEAVED:
+            differ = zip(sources, (values != values[:, :1]).reshape(-1).tolist(), strict=True)
+            problems += [Problem(f"tensor {source}", _ONE_SCALE, "another") for source, is_other in differ if is_other]
+            continue
         numbers = _float(values) if plain == rule else _float(values).reciprocal()
         found = zip(sources, numbers.reshape(-1), strict=True)
         problems += [_RULES[plain](source, number) for source, number in found]

@@ -34,18 +34,23 @@ class Expert:
     rows: tuple[int, ...]
 
 
-def stack(projections: Sequence[Projection]) -> Expert:
-    """Gate over up (or the one projection) of one expert."""
+def stack(projections: Sequence[Projection], *, is_interleaved: bool = False) -> Expert:
+    """Gate over up (or the one projection) of one expert; their rows in turns if `is_interleaved`."""
     first = projections[0]
+
+    def joined(parts: Sequence[Raw]) -> Raw:
+        if is_interleaved and parts[0].shape[0] > 1:
+            return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+        return np.concatenate(parts)
 
     def rows(parts: Sequence[Raw | None]) -> Raw | None:
         given = [part for part in parts if part is not None]
-        return np.concatenate(given) if given else None
+        return joined(given) if given else None
 
-    scale = np.concatenate([projection.scale for projection in projections])
+    scale = joined([projection.scale for projection in projections])
     twos = [projection.scale_2 for projection in projections if projection.scale_2 is not None]
     return Expert(
-        codes=np.concatenate([projection.codes for projection in projections]),
+        codes=joined([projection.codes for projection in projections]),
         scale=scale,
         scale_code=first.scale_code,
         zero_point=rows([projection.zero_point for projection in projections]),

@@ -54,10 +54,12 @@ class StackReader:
         # Whether the parts, one after the other as they are stored, are the stacked tensor's bytes.
         self._is_one_run = (
             not tensor.steps
+            and not tensor.is_interleaved
             and tensor.axis == 0
             and all(self._headers[part.source].dtype == tensor.dtype for part in tensor.parts)
         )
-        can_write_rows = len(tensor.steps) == 1 and tensor.axis == 0 and not tensor.steps[0].args
+        is_plain = tensor.axis == 0 and not tensor.is_interleaved
+        can_write_rows = len(tensor.steps) == 1 and is_plain and not tensor.steps[0].args
         self._into = steps.PACKING.get(tensor.steps[0].name) if can_write_rows else None
         self._local = threading.local()
 
@@ -90,7 +92,9 @@ class StackReader:
             if problem is not None:
                 self._check_parts()
                 raise CheckpointError([problem])
-        unequal = check_unequal([part.source for part in self._parts(experts)], out, self._tensor.check)
+        is_fused = self._tensor.parts[0].expert is None
+        parts = self._tensor.parts * len(experts) if is_fused else self._parts(experts)
+        unequal = check_unequal([part.source for part in parts], out, self._tensor.check)
         if unequal:
             raise CheckpointError(unequal)
 
@@ -122,7 +126,7 @@ class StackReader:
         for row, expert in enumerate(experts):
             parts = self._parts(range(expert, expert + 1))
             values = [self._through_steps(self._value(self._headers[part.source])) for part in parts]
-            _place(values, out[row], self._tensor.axis)
+            _place(values, out[row], self._tensor.axis, is_interleaved=self._tensor.is_interleaved)
 
     def _fill_rows(self, experts: range, out: torch.Tensor, into: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Let the one step write each part's rows to where they belong; what it reads stays in the cache."""
@@ -137,7 +141,7 @@ class StackReader:
     def _fill_fused(self, experts: range, out: torch.Tensor) -> None:
         headers = (self._headers[part.source] for part in self._tensor.parts)
         values = [self._through_steps(self._value(header, experts)) for header in headers]
-        _place(values, out, 1 + self._tensor.axis)
+        _place(values, out, 1 + self._tensor.axis, is_interleaved=self._tensor.is_interleaved)
 
     def _through_steps(self, value: torch.Tensor) -> torch.Tensor:
         for step in self._tensor.steps:
@@ -161,7 +165,6 @@ class StackReader:
         self._payload.read_into(header.name, bytes_of(value), start)
         return value
 
-
     def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         held: torch.Tensor | None = getattr(self._local, "scratch", None)
@@ -170,10 +173,18 @@ class StackReader:
         return held[:nbytes].view(dtype).view(tuple(shape))
 
 
-def _place(values: Sequence[torch.Tensor], out: torch.Tensor, axis: int) -> None:
-    """Lay `values` one after the other along `axis` of `out`; a value may have its other axes in another form."""
+def _place(values: Sequence[torch.Tensor], out: torch.Tensor, axis: int, *, is_interleaved: bool = False) -> None:
+    """Lay `values` one after the other along `axis` of `out`, or in turns; a value may have its other axes in
+    another form.
+    """
     if not out.ndim:
         out.copy_(values[0].reshape(()))
+        return
+    if is_interleaved:
+        turns = out.view(*out.shape[:axis], -1, len(values), *out.shape[axis + 1 :])
+        for index, value in enumerate(values):
+            turn = turns.select(axis + 1, index)
+            turn.copy_(value.reshape(turn.shape))
         return
     offset = 0
     for value in values:

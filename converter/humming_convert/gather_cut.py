@@ -54,7 +54,7 @@ class CutReader:
     def _rows_of(self) -> Callable[[int, Run, torch.Tensor], None] | None:
         """What reads a run of one expert alone, where its rows lie one after the other in the file."""
         tensor, headers = self.tensor, self.checkpoint.tensors
-        if tensor.steps or tensor.check or self.cut.axis != 0 or tensor.axis != 0:
+        if tensor.is_interleaved or tensor.steps or tensor.check or self.cut.axis != 0 or tensor.axis != 0:
             return None
         row_bytes = math.prod(tensor.shape[2:]) * torch_dtype(tensor.dtype, tensor.name).itemsize
         expert_bytes = self.cut.extent * row_bytes

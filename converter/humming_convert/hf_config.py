@@ -21,12 +21,28 @@ QUANT_FILES: tuple[tuple[str, str], ...] = (
     ("quantization_config.json", ""),
 )
 _SECTION_KEYS = ("quantization_config", "compression_config")
+_MAX_DEPTH = 4
+
+
+# Under which names wrappers keep the config of their language model.
+_TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+def text_configs(config: Config) -> list[tuple[str, Config]]:
+    """A model config and those of the language models inside, outermost first, each with the path to it ("a.b.")."""
+    found = [("", config)]
+    while len(found) < _MAX_DEPTH:
+        path, outer = found[-1]
+        key = next((key for key in _TEXT_KEYS if isinstance(outer.get(key), dict)), None)
+        if key is None:
+            break
+        found.append((f"{path}{key}.", outer[key]))
+    return found
 
 
 def text_config(config: Config) -> Config:
     """The part of a model config that describes the language model (itself, unless it wraps one)."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else config
+    return text_configs(config)[-1][1]
 
 
 def section_of(config: Config, where: str = "config.json") -> tuple[Config | None, str]:
@@ -34,7 +50,7 @@ def section_of(config: Config, where: str = "config.json") -> tuple[Config | Non
 
     Raises CheckpointError (with `where`) for a section that is no object: it says something, but not what.
     """
-    for prefix, holder in (("", config), ("text_config.", text_config(config))):
+    for prefix, holder in text_configs(config):
         for key in _SECTION_KEYS:
             found = holder.get(key)
             if found is not None and not isinstance(found, dict):
@@ -85,8 +101,12 @@ def converted_config(config: Config, quantization: Config | None) -> Config:
     }
     if quantization and "scale_fmt" in quantization:
         section["scale_fmt"] = quantization["scale_fmt"]
+    return _without_sections(config, _MAX_DEPTH) | {"quantization_config": section}
+
+
+def _without_sections(config: Config, depth: int) -> Config:
     result = {key: value for key, value in config.items() if key not in _SECTION_KEYS}
-    inner = result.get("text_config")
-    if isinstance(inner, dict) and any(key in inner for key in _SECTION_KEYS):
-        result["text_config"] = {key: value for key, value in inner.items() if key not in _SECTION_KEYS}
-    return result | {"quantization_config": section}
+    for key in _TEXT_KEYS if depth > 1 else ():
+        if isinstance(result.get(key), dict):
+            result[key] = _without_sections(result[key], depth - 1)
+    return result

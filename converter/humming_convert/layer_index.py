@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from humming_convert.errors import Problem
-from humming_convert.families import ExpertName, Family, odd_number, parse_expert_name
+from humming_convert.expert_names import ExpertName, may_be_expert, odd_number, parse_expert_name
+from humming_convert.family import Family
 from humming_convert.formats.base import Facts
 from humming_convert.source import TensorHeader
 
-# Which projections make up which sublayer, in the order in which they are stacked.
-SUBLAYERS: dict[str, tuple[str, ...]] = {"w13": ("gate", "up"), "w2": ("down",)}
-FUSED_SUBLAYERS: dict[str, tuple[str, ...]] = {"w13": ("gate_up",), "w2": ("down",)}
 _SAFE_NUMBER_OF_EXPERTS = 65_536
 
 
@@ -32,6 +30,14 @@ class LayerTensors:
     def experts(self) -> list[int]:
         """The numbers of the experts that have a tensor of their own, in order."""
         return sorted({expert for expert, _ in self.headers if expert is not None})
+
+    def projections(self, part: str, *, is_gated: bool) -> tuple[str, ...]:
+        """What makes up `part` (w13 or w2), in the order in which it is stacked."""
+        if part == "w2":
+            return ("down",)
+        if any(projection == "gate_up" for _, projection in self.headers):
+            return ("gate_up",)
+        return ("gate", "up") if is_gated else ("up",)
 
     def tensors(self) -> Iterable[TensorHeader]:
         """Every tensor of the layer."""
@@ -81,14 +87,15 @@ def index_layers(tensors: Mapping[str, TensorHeader], problems: list[Problem]) -
     others = []
     odd: dict[str, list[str]] = {}
     for name, header in tensors.items():
-        if ".experts." not in name:
+        if not may_be_expert(name):
             continue
         parsed = parse_expert_name(name)
         if parsed is None:
             number = odd_number(name)
             if number:
                 odd.setdefault(number, []).append(name)
-            others.append(name)
+            if ".experts." in name:
+                others.append(name)
             continue
         layer_name, _, _, _, expert, projection, parameter = parsed
         layer = layers.get(layer_name)
@@ -141,26 +148,48 @@ def count_experts(layer: LayerTensors, told: int | None, problems: list[Problem]
     return count
 
 
-# What the routers of all families call the tensors that have one row for each expert.
-_ROUTER_TENSORS = (
-    "gate.weight",
-    "router.weight",
+# LongCat's router has rows for experts that do nothing too.
+_MORE_ROWS = "router.classifier"
+# One number for each expert, beside the router's weight.
+_CORRECTIONS = (
     "router.bias",
+    "gate.bias",
     "gate.e_score_correction_bias",
     "e_score_correction_bias",
+    "moe_statics.e_score_correction_bias",
+    "gate.expert_bias",
+    "expert_bias",
+    "router_bias",
 )
+# The tensors that tell that a router is there, in whatever format it may be stored.
+_ROUTER_WEIGHTS = ("weight", "qweight", "weight_packed")
 
 
-def check_router(layer: LayerTensors, count: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]) -> bool:
+def check_router(
+    layer: LayerTensors, family: Family, count: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]
+) -> bool:
     """Whether the router has as many rows as there are experts, whatever config.json says or does not say."""
     head = layer.name.layer_name.removesuffix("experts")
-    for name in _ROUTER_TENSORS:
+    weights = [(f"{router}.weight", 0) for router in family.routers if router != _MORE_ROWS]
+    for name, axis in (*weights, *((name, -1) for name in _CORRECTIONS)):
         header = tensors.get(head + name)
-        if header is not None and header.shape and header.shape[0] != count:
-            expected = f"{header.shape[0]} experts, as {header.name} {list(header.shape)} has rows"
+        if header is not None and header.shape and header.shape[axis] != count:
+            rows = header.shape[axis]
+            expected = f"{rows} experts, as {header.name} {list(header.shape)} has rows"
             problems.append(Problem(layer.name.layer_name, expected, f"{count}", "fetch the missing shards"))
             return False
     return True
+
+
+def check_router_present(
+    layer: LayerTensors, family: Family, tensors: Mapping[str, TensorHeader], problems: list[Problem]
+) -> None:
+    """Some router of those that the family may have must stand beside the experts."""
+    head = layer.name.layer_name.removesuffix("experts")
+    if not any(f"{head}{router}.{weight}" in tensors for router in family.routers for weight in _ROUTER_WEIGHTS):
+        names = " or ".join(f"{head}{router}.weight" for router in family.routers)
+        hint = "fetch the missing shards"
+        problems.append(Problem(f"tensor {names}", "the router of converted experts", "none", hint))
 
 
 def check_same_count(counts: Mapping[str, int], problems: list[Problem]) -> None:

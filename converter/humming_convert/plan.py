@@ -57,7 +57,8 @@ class StackedTensor:
     the parts of one expert follow each other (gate first), in order of expert and then of stack. Every part
     passes `steps` first and then has `dtype`. `is_weight` marks the one tensor that is large enough to be
     read in slices of experts. `check` names the rule of `humming_convert.checks` that each part's values, as
-    stored, must obey. With `cut`, `shape` is a rank's, and everything else is about the whole.
+    stored, must obey. `is_interleaved` says that an expert's parts take turns along `axis` instead. With `cut`,
+    `shape` is a rank's, and everything else is about the whole.
     """
 
     name: str
@@ -68,6 +69,7 @@ class StackedTensor:
     steps: tuple[Step, ...] = ()
     is_weight: bool = False
     check: str = ""
+    is_interleaved: bool = False
     cut: Cut | None = None
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 from humming_convert import hf_config
 from humming_convert.errors import Problem, UnsupportedError
-from humming_convert.families import BY_MODEL_TYPE, FAMILIES, Family, family_from_names
+from humming_convert.families import BY_MODEL_TYPE, FAMILIES, REFUSED_FAMILIES, Family, family_from_names
 from humming_convert.formats import METHODS, METHODS_TO_COME
 from humming_convert.source import Checkpoint
 
@@ -71,10 +71,13 @@ def family_of(checkpoint: Checkpoint) -> Family:
         return family_from_names(
             [name for name in checkpoint.tensors if ".layers." in name or name.startswith("layers.")]
         )
-    stated = [str(part.get("model_type")) for part in (checkpoint.config, hf_config.text_config(checkpoint.config))]
+    stated = [str(part.get("model_type")) for _, part in hf_config.text_configs(checkpoint.config)]
     for model_type in stated:
         if model_type in BY_MODEL_TYPE:
             return BY_MODEL_TYPE[model_type]
+        if model_type in REFUSED_FAMILIES:
+            expected, found = REFUSED_FAMILIES[model_type]
+            raise UnsupportedError([Problem("config.json", expected, found)])
     known = ", ".join(model_type for row in FAMILIES for model_type in row.model_types)
     problem = Problem(
         "config.json", f"a model_type among {known}", repr(stated[-1]), "this family is not supported yet"

@@ -60,3 +60,8 @@ def expand_rows(tensor: torch.Tensor, block: int, rows: int) -> torch.Tensor:
 def regroup_columns(tensor: torch.Tensor, repeat: int, columns: int) -> torch.Tensor:
     """Each scale column `repeat` times, cut to `columns`: the same scales for smaller groups."""
     return tensor.repeat_interleave(repeat, dim=-1)[..., :columns].contiguous()
+
+
+def transpose(tensor: torch.Tensor) -> torch.Tensor:
+    """`[..., K, N]` as it is stored -> `[..., N, K]`; the elements' bytes stay as they are."""
+    return tensor.transpose(-1, -2).contiguous()

@@ -16,6 +16,7 @@ STEPS: dict[str, Callable[..., torch.Tensor]] = {
     "e8m0_to_float32": scales.e8m0_to_float32,
     "expand_rows": scales.expand_rows,
     "regroup_columns": scales.regroup_columns,
+    "transpose": scales.transpose,
     "pack_int8_zero_point": repack.pack_int8_zero_point,
     "awq_rows": repack.awq_rows,
 }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from humming_convert.errors import Problem
 from humming_convert.formats import detect
 from humming_convert.formats.base import Accepted, Facts, Refused, Rule, Sublayer, is_scalar
-from humming_convert.layer_index import FUSED_SUBLAYERS, SUBLAYERS, LayerTensors
+from humming_convert.fused_view import fused_view
+from humming_convert.layer_index import LayerTensors
 from humming_convert.plan import Part, StackedTensor, SublayerPlan
 from humming_convert.source import Checkpoint, TensorHeader
 
@@ -18,13 +19,19 @@ _CHANGING = ("view", "to_dtype", "e8m0_to_float32", "pack_int8_zero_point")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """One layer with all that its sublayers' plans depend on; problems and notes are added to the lists."""
+    """One layer with all that its sublayers' plans depend on; problems and notes are added to the lists.
+
+    `is_interleaved` says that gate and up rows alternate in the kernels, as they then do in a fused tensor; `hidden`
+    is the experts' hidden size as config.json says.
+    """
 
     checkpoint: Checkpoint
     layer: LayerTensors
     num_experts: int
     method: str
+    is_gated: bool
     is_interleaved: bool
+    hidden: int | None
     activation: str
     param_dtype: str
     broken: list[Problem]
@@ -40,7 +47,7 @@ class Context:
 def plan_sublayer(context: Context, part: str) -> SublayerPlan | None:
     """The plan of `part` (w13 or w2); None after adding what is wrong to the context's problems."""
     layer = context.layer
-    projections = (FUSED_SUBLAYERS if layer.is_fused else SUBLAYERS)[part]
+    projections = layer.projections(part, is_gated=context.is_gated)
     where = f"{layer.name.layer_name} {part}"
     stacks = tuple(layer.facts(projection) for projection in projections)
     absent = [name for name, stack in zip(projections, stacks, strict=True) if not stack]
@@ -54,7 +61,7 @@ def plan_sublayer(context: Context, part: str) -> SublayerPlan | None:
         where=where,
         num_experts=context.num_experts,
         is_fused=layer.is_fused,
-        is_interleaved=context.is_interleaved,
+        is_interleaved=context.is_interleaved and layer.is_fused,
         stacks=stacks,
         modules=tuple(_modules(layer, projections)),
         quantization=context.checkpoint.quantization or {},
@@ -62,6 +69,9 @@ def plan_sublayer(context: Context, part: str) -> SublayerPlan | None:
         param_dtype=context.param_dtype,
     )
     answer = detect(sublayer)
+    if isinstance(answer, Refused) and layer.is_fused:
+        context, answer = _detect_fused(context, sublayer, projections, answer)
+        stacks = tuple(context.layer.facts(projection) for projection in projections)
     if isinstance(answer, Refused):
         (context.broken if answer.is_broken else context.unsupported).append(answer.problem)
         return None
@@ -71,6 +81,20 @@ def plan_sublayer(context: Context, part: str) -> SublayerPlan | None:
         return None
     _add_notes(context, answer)
     return _lay_out(context, part, projections, answer)
+
+
+def _detect_fused(
+    context: Context, sublayer: Sublayer, projections: tuple[str, ...], refused: Refused
+) -> tuple[Context, Accepted | Refused]:
+    """Ask the formats of single experts about tensors that hold them all; `refused` if that does not help."""
+    view = fused_view(context.layer, context.hidden)
+    if view is None:
+        return context, refused
+    stacks = tuple(view.facts(projection) for projection in projections)
+    answer = detect(replace(sublayer, is_fused=False, stacks=stacks))
+    if isinstance(answer, Refused):
+        return context, refused
+    return replace(context, layer=view.layer), view.adapted(answer, projections)
 
 
 def _modules(layer: LayerTensors, projections: tuple[str, ...]) -> Iterable[str]:
@@ -162,6 +186,7 @@ def _lay_out(context: Context, part: str, projections: tuple[str, ...], answer: 
     claimed = {rule.parameter for rule in answer.rules} | {
         rule.parameter for rule in answer.inputs if uses_inputs
     }
+    is_interleaved = _take_turns(context, projections, answer)
     unused, expected = [], []
     for stack, projection in enumerate(projections):
         for expert in context.experts:
@@ -180,7 +205,7 @@ def _lay_out(context: Context, part: str, projections: tuple[str, ...], answer: 
         weight_schema=answer.weight_schema,
         input_schema=answer.input_schema,
         source_schema=answer.source_schema or answer.weight_schema,
-        tensors=tuple(_stack(context, projections, rule) for rule in answer.rules),
+        tensors=tuple(_stack(context, projections, rule, is_interleaved=is_interleaved) for rule in answer.rules),
         input_tensors=tuple(_stack(context, projections, rule) for rule in answer.inputs)
         if uses_inputs
         else (),
@@ -189,13 +214,35 @@ def _lay_out(context: Context, part: str, projections: tuple[str, ...], answer: 
     )
 
 
-def _stack(context: Context, projections: tuple[str, ...], rule: Rule) -> StackedTensor:
+def _take_turns(context: Context, projections: tuple[str, ...], answer: Accepted) -> bool:
+    """Whether rows of gate and up are to alternate that are stored one after the other, which packed rows cannot."""
+    if not context.is_interleaved or len(projections) != 2:
+        return False
+    rows = sum(answer.stacks_n)
+    if all(_is_per_projection(rule) or rule.shape[rule.axis] == rows for rule in answer.rules):
+        return True
+    note = "gate and up rows stay apart, as they are packed: vLLM 0.33.0 serves this family with alternating rows only"
+    if note not in context.notes:
+        context.notes.append(note)
+    return False
+
+
+def _is_per_projection(rule: Rule) -> bool:
+    return rule.shape == (2,) and not rule.is_weight
+
+
+def _stack(
+    context: Context, projections: tuple[str, ...], rule: Rule, *, is_interleaved: bool = False
+) -> StackedTensor:
     headers = context.layer.headers
     parts = tuple(
         Part(headers[expert, projection][rule.parameter].name, expert, stack)
         for expert in context.experts
         for stack, projection in enumerate(projections)
     )
+    has_turns = is_interleaved and not _is_per_projection(rule)
+    # Humming would give a scale to each half of the rows.
+    more = ",unequal_interleaved" if is_interleaved and not has_turns else ""
     return StackedTensor(
         name=rule.name,
         dtype=rule.dtype,
@@ -204,5 +251,6 @@ def _stack(context: Context, projections: tuple[str, ...], rule: Rule) -> Stacke
         parts=parts,
         steps=rule.steps,
         is_weight=rule.is_weight,
-        check=rule.check,
+        check=rule.check + more,
+        is_interleaved=has_turns,
     )

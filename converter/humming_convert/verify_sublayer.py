@@ -99,9 +99,14 @@ class SublayerComparison:
         stacks: dict[int, dict[str, RawTensor]] = {}
         for tensor in self.plan.tensors:
             for part in self._parts(tensor, expert):
-                stacks.setdefault(part.stack, {})[tensor.name] = self._read(part.source, part.expert, expert)
+                raw = self._read(part.source, part.expert, expert)
+                if any(step.name == "transpose" for step in tensor.steps):
+                    raw = RawTensor(raw.dtype, np.ascontiguousarray(raw.array.T))
+                stacks.setdefault(part.stack, {})[tensor.name] = raw
         projections = [decode_projection(self.entry.source_schema, stacks[index]) for index in sorted(stacks)]
-        return expert_part(stack(projections), self.layer, self.plan, has_groups=self.layout.group > 0)
+        is_interleaved = any(tensor.is_interleaved for tensor in self.plan.tensors)
+        whole = stack(projections, is_interleaved=is_interleaved)
+        return expert_part(whole, self.layer, self.plan, has_groups=self.layout.group > 0)
 
     def _parts(self, tensor: StackedTensor, expert: int) -> Sequence[Part]:
         if tensor.parts[0].expert is None:

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from humming_convert.expert_names import ExpertName, parse_expert_name
 from humming_convert.families import (
     BY_MODEL_TYPE,
     FAMILIES,
-    ExpertName,
     family_from_names,
-    parse_expert_name,
 )
 
 
