@@ -106,6 +106,16 @@ MORE_FAMILIES: tuple[Family, ...] = (
         is_moe_layer=interval_layers,
     ),
     Family(
+        # One list of experts on disk: the text's, then the vision's, which are smaller.
+        name="ernie4_5_vl_moe",
+        model_types=("ernie4_5_moe_vl", "ernie4_5_vl_moe"),
+        experts=("moe_num_experts",),
+        intermediate=_OWN,
+        is_moe_layer=interval_layers,
+        prefixes=_WRAPPED,
+        groups=("text_experts", "vision_experts"),
+    ),
+    Family(
         name="hunyuan_v1_moe",  # through the Transformers backend
         model_types=("hunyuan_v1_moe",),
         experts=_QWEN,
@@ -282,6 +292,4 @@ REFUSED_FAMILIES: dict[str, tuple[str, str]] = {
         "each expert's rows in tensors or modules of their own",
         "DBRX: one two-dimensional tensor holds a projection of all experts (experts.mlp.w1, v1, w2)",
     ),
-    "ernie4_5_moe_vl": ("experts of one size in a layer", "ERNIE-4.5-VL: text and vision experts in one list"),
-    "ernie4_5_vl_moe": ("experts of one size in a layer", "ERNIE-4.5-VL: text and vision experts in one list"),
 }

@@ -49,7 +49,8 @@ class Family:
     of the config says another; `layer_activation` is for models in which layers differ. `is_interleaved` says that
     vLLM wants gate and up rows alternating, as they are in a fused tensor of this family. `predicts_tokens` says that
     layers from the last on may follow, for multi-token prediction; `prediction_field` counts them. Where vLLM 0.33.0
-    has no model of a family (`is_served` false), its layers keep the checkpoint's names.
+    has no model of a family (`is_served` false), its layers keep the checkpoint's names. `groups` are vLLM's names of
+    layers of their own for which the checkpoint has one list of experts; fields of the config then hold a list of them.
     """
 
     name: str
@@ -70,17 +71,19 @@ class Family:
     predicts_tokens: bool = False
     prediction_field: str = "num_nextn_predict_layers"
     is_served: bool = True
+    groups: tuple[str, ...] = ()
 
     def holds(self, name: ExpertName) -> bool:
         """Whether experts of this family hang where `name` says."""
         return name.prefix in self.prefixes and name.parent in self.parents
 
-    def vllm_name(self, name: ExpertName) -> str:
+    def vllm_name(self, name: ExpertName, group: int = 0) -> str:
         """What vLLM 0.33.0 calls the layer that `name` is one of; the checkpoint's own name if it serves none."""
         if not self.is_served or not self.holds(name):
             return name.layer_name
         parent = self.parents[name.parent]
-        return f"{self.prefixes[name.prefix]}layers.{name.layer}.{parent}{'.' if parent else ''}experts"
+        own = self.groups[group] if self.groups else "experts"
+        return f"{self.prefixes[name.prefix]}layers.{name.layer}.{parent}{'.' if parent else ''}{own}"
 
     def number_of_layers(self, config: Mapping[str, Any]) -> int | None:
         """How many layers the language model has, None where config.json does not say."""
@@ -106,12 +109,15 @@ def is_elsewhere(name: ExpertName) -> bool:
     return any(part in _ELSEWHERE for part in name.prefix.split("."))
 
 
-def told(config: Mapping[str, Any], fields: tuple[str, ...], layer: int) -> tuple[str, int] | None:
-    """The field that counts and its number for a layer, None where config.json does not say."""
+def told(config: Mapping[str, Any], fields: tuple[str, ...], index: int) -> tuple[str, int] | None:
+    """The field that counts and its number, None where config.json does not say.
+
+    `index` is the place in a list: the layer's number, or that of its group of experts.
+    """
     for name in fields:
         value = config.get(name)
-        if isinstance(value, list) and layer < len(value):
-            value = value[layer]
+        if isinstance(value, list) and index < len(value):
+            value = value[index]
         if type(value) is int:
             return name, value
     return None
@@ -135,12 +141,16 @@ MAX_LAYERS = 10_000
 
 def check_config(family: Family, config: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with the form of the fields of config.json that decide about experts."""
-    names = (*family.layers, *family.experts, *family.hidden, *_WHOLE, family.prediction_field)
+    counts = () if family.groups else family.experts
+    names = (*family.layers, *counts, *family.hidden, *_WHOLE, family.prediction_field)
     found = [_expected_number(name, config.get(name)) for name in dict.fromkeys(names)]
     # One number, or one for each layer.
     found += [
         _expected_number(name, config.get(name), or_list=True) for name in (*family.intermediate, "moe_layer_freq")
     ]
+    if family.groups:
+        lists = (*family.experts, *family.intermediate)
+        found += [_expected_list(name, config.get(name), int, "whole numbers", len(family.groups)) for name in lists]
     found += [_expected_list(name, config.get(name), int, "whole numbers") for name in _LISTS_OF_NUMBERS]
     found += [_expected_list(name, config.get(name), str, "names") for name in _LISTS_OF_NAMES]
     problems = [problem for problem in found if problem is not None]
@@ -163,7 +173,9 @@ def _expected_number(name: str, value: object, *, or_list: bool = False) -> Prob
     return Problem(f"config.json: {name}", "a whole number", f"{str(value)[:80]!a}")
 
 
-def _expected_list(name: str, value: object, kind: type, of: str) -> Problem | None:
-    if value is None or (isinstance(value, list) and all(type(one) is kind for one in value)):
+def _expected_list(name: str, value: object, kind: type, of: str, count: int | None = None) -> Problem | None:
+    is_list = isinstance(value, list) and all(type(one) is kind for one in value)
+    if value is None or (is_list and (count is None or len(value) == count)):  # type: ignore[arg-type]
         return None
-    return Problem(f"config.json: {name}", f"a list of {of}", f"{str(value)[:80]!a}")
+    many = f"{count} " if count is not None else ""
+    return Problem(f"config.json: {name}", f"a list of {many}{of}", f"{str(value)[:80]!a}")

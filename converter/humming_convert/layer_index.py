@@ -19,13 +19,15 @@ _SAFE_NUMBER_OF_EXPERTS = 65_536
 class LayerTensors:
     """The experts' tensors of one MoE layer: `headers[expert, projection][parameter]`, expert None: all.
 
-    `is_fused` says that some tensor holds all experts, `is_mixed` that others hold one.
+    `is_fused` says that some tensor holds all experts, `is_mixed` that others hold one. `first` is the checkpoint's
+    number of expert 0, where one list holds the experts of several layers.
     """
 
     name: ExpertName
     headers: dict[tuple[int | None, str], dict[str, TensorHeader]] = field(default_factory=dict)
     is_fused: bool = False
     is_mixed: bool = False
+    first: int = 0
 
     def experts(self) -> list[int]:
         """The numbers of the experts that have a tensor of their own, in order."""
@@ -119,6 +121,26 @@ def index_layers(tensors: Mapping[str, TensorHeader], problems: list[Problem]) -
     return LayerIndex(dict(ordered), tuple(others))
 
 
+def split_groups(layer: LayerTensors, counts: tuple[int, ...], problems: list[Problem]) -> list[LayerTensors]:
+    """One layer for each of `counts`, the checkpoint's numbers of experts going on from one to the next."""
+    if layer.is_fused or sum(counts) <= max(layer.experts(), default=-1):
+        found = "tensors that hold all" if layer.is_fused else f"expert {layer.experts()[-1]}"
+        expected = f"{' and '.join(str(count) for count in counts)} experts, as config.json says"
+        problems.append(Problem(layer.name.layer_name, expected, found))
+        return []
+    groups = []
+    first = 0
+    for count in counts:
+        headers: dict[tuple[int | None, str], dict[str, TensorHeader]] = {
+            (expert - first, projection): parameters
+            for (expert, projection), parameters in layer.headers.items()
+            if expert is not None and first <= expert < first + count
+        }
+        groups.append(LayerTensors(layer.name, headers, first=first))
+        first += count
+    return groups
+
+
 def count_experts(layer: LayerTensors, told: int | None, problems: list[Problem]) -> int:
     """E from the tensors, each expert 0..E-1 there and the config agreeing; 0 after adding a problem."""
     where = layer.name.layer_name
@@ -133,13 +155,13 @@ def count_experts(layer: LayerTensors, told: int | None, problems: list[Problem]
             return 0
     else:
         experts = layer.experts()
-        count = max(experts[-1] + 1, told or 0)
+        count = max(experts[-1] + 1 if experts else 0, told or 0)
         if count > _SAFE_NUMBER_OF_EXPERTS:
             problems.append(Problem(where, f"at most {_SAFE_NUMBER_OF_EXPERTS} experts", f"{count}"))
             return 0
         missing = sorted(set(range(count)) - set(experts))
         if missing:
-            found = f"{len(experts)}: expert {shorten(missing)} missing"
+            found = f"{len(experts)}: expert {shorten([layer.first + expert for expert in missing])} missing"
             problems.append(Problem(where, f"{count} experts", found, "fetch the missing shards"))
             return 0
     if told is not None and told != count:

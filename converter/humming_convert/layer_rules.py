@@ -68,8 +68,13 @@ def interleaved_layers(config: Config, layer: int) -> bool:
 
 
 def interval_layers(config: Config, layer: int) -> bool:
-    """ERNIE's rule: every `moe_layer_interval`-th layer from the start to the end index, -1 being the last layer."""
-    start, end = whole(config, "moe_layer_start_index", 0), whole(config, "moe_layer_end_index", -1)
+    """ERNIE's rule: every `moe_layer_interval`-th layer from the start to the end index, -1 being the last layer.
+
+    Where text and vision experts have indices of their own, a layer of either counts.
+    """
+    starts, ends = config.get("moe_layer_start_index"), config.get("moe_layer_end_index")
+    start = min(starts, default=0) if isinstance(starts, list) else whole(config, "moe_layer_start_index", 0)
+    end = max(ends, default=-1) if isinstance(ends, list) else whole(config, "moe_layer_end_index", -1)
     is_inside = layer >= start and (end < 0 or layer <= end)
     return is_inside and (layer + 1) % max(1, whole(config, "moe_layer_interval", 1)) == 0
 

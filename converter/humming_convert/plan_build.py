@@ -17,6 +17,7 @@ from humming_convert.layer_index import (
     check_same_count,
     count_experts,
     index_layers,
+    split_groups,
 )
 from humming_convert.plan import ConversionPlan, LayerPlan
 from humming_convert.plan_config import family_of, method_of, param_dtype_of
@@ -65,7 +66,7 @@ def build_plan(
     if checkpoint.left_out:
         building.notes.append(f"{', '.join(checkpoint.left_out)}: not copied")
     chosen = choose_layers(building, index, quantized)
-    layers = [_plan_layer(building, layer, method) for layer in chosen.values()]
+    layers = [plan for layer in chosen.values() for plan in _plan_groups(building, layer, method)]
     check_same_count(building.counts, building.broken)
     _raise_problems(building)
     claimed = {header.name for layer in chosen.values() for header in layer.tensors()}
@@ -93,7 +94,22 @@ def _nothing(checkpoint: Checkpoint, source: str, reason: str, index: LayerIndex
     return f"nothing to convert: {source}: {reason}{hint}"
 
 
-def _plan_layer(building: Building, layer: LayerTensors, method: str) -> LayerPlan | None:
+def _plan_groups(building: Building, layer: LayerTensors, method: str) -> list[LayerPlan | None]:
+    """One plan, or one for each layer that vLLM makes of the checkpoint's."""
+    family = building.family
+    if not family.groups or building.checkpoint.config is None:
+        return [_plan_layer(building, layer, method)]
+    numbers = [told(building.config, family.experts, group) for group in range(len(family.groups))]
+    counts = tuple(number[1] for number in numbers if number is not None)
+    if len(counts) < len(family.groups):
+        expected = f"{family.experts[0]}: how many experts are {' and '.join(family.groups)}"
+        building.broken.append(Problem("config.json", expected, "nothing"))
+        return []
+    groups = split_groups(layer, counts, building.broken)
+    return [_plan_layer(building, one, method, group) for group, one in enumerate(groups)]
+
+
+def _plan_layer(building: Building, layer: LayerTensors, method: str, group: int | None = None) -> LayerPlan | None:
     family, config, name = building.family, building.config, layer.name
     if layer.is_mixed:
         fused = next(
@@ -107,11 +123,12 @@ def _plan_layer(building: Building, layer: LayerTensors, method: str) -> LayerPl
             Problem(name.layer_name, "each expert's tensors, or fused ones", f"both ({fused})", hint)
         )
         return None
-    stated, hidden = (told(config, fields, name.layer) for fields in (family.experts, family.hidden))
+    index = name.layer if group is None else group
+    stated, hidden = (told(config, fields, index) for fields in (family.experts, family.hidden))
     experts = count_experts(layer, stated[1] if stated else None, building.broken)
     if experts == 0:
         return None
-    if check_router(layer, family, experts, building.checkpoint.tensors, building.broken):
+    if group is None and check_router(layer, family, experts, building.checkpoint.tensors, building.broken):
         building.counts[name.layer_name] = experts
     if building.checkpoint.config is not None:
         check_router_present(layer, family, building.checkpoint.tensors, building.broken)
@@ -137,7 +154,7 @@ def _plan_layer(building: Building, layer: LayerTensors, method: str) -> LayerPl
         return None
     plan = LayerPlan(
         # A bare file has no model that vLLM could serve it for.
-        layer_name=name.layer_name if building.checkpoint.config is None else family.vllm_name(name),
+        layer_name=name.layer_name if building.checkpoint.config is None else family.vllm_name(name, group or 0),
         family=family.name,
         num_experts=experts,
         hidden_size=w13.shape_k,
@@ -149,7 +166,7 @@ def _plan_layer(building: Building, layer: LayerTensors, method: str) -> LayerPl
         sublayers=(w13, w2),
         source_bytes=sum(header.nbytes for header in layer.tensors()),
     )
-    _check_sizes(building, name, plan)
+    _check_sizes(building, name, plan, index)
     return plan
 
 
@@ -165,7 +182,7 @@ def _has_others(context: Context) -> bool:
     return bool(others)
 
 
-def _check_sizes(building: Building, name: ExpertName, layer: LayerPlan) -> None:
+def _check_sizes(building: Building, name: ExpertName, layer: LayerPlan, index: int) -> None:
     """w13 and w2 must be each other's transpose in shape, and what config.json says."""
     w13, w2 = layer.sublayers
     hidden, intermediate = layer.hidden_size, layer.intermediate_size
@@ -178,7 +195,7 @@ def _check_sizes(building: Building, name: ExpertName, layer: LayerPlan) -> None
         return
     family = building.family
     for fields, found_size in ((family.hidden, hidden), (family.intermediate, intermediate)):
-        stated = told(building.config, fields, name.layer)
+        stated = told(building.config, fields, index)
         if stated is not None and stated[1] != found_size:
             expected = f"{stated[0]} {stated[1]}, as config.json says"
             building.broken.append(Problem(where, expected, f"{found_size}"))

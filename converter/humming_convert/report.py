@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from humming_convert.families import FAMILIES
+from humming_convert.families import FAMILIES, REFUSED_FAMILIES
+from humming_convert.family import Family
 from humming_convert.formats import FORMATS, METHODS
 from humming_convert.plan import ConversionPlan, LayerPlan, SublayerPlan
 from humming_convert.source import Checkpoint
@@ -76,10 +77,27 @@ def _parts(plan: ConversionPlan) -> str:
     return f"tensor parallelism {plan.tp_size}: intermediate size {'; '.join(shares)}" if shares else ""
 
 
+FAMILY_HEADS = ("family", "model_type", "layers in vLLM 0.33.0", "experts", "router")
+FORMAT_HEADS = ("format", "what it is")
+
+
+def family_rows() -> list[list[str]]:
+    """The families' table in words, one row each, under FAMILY_HEADS."""
+    return [
+        [row.name, ", ".join(row.model_types), _place(row), _kind(row), " or ".join(row.routers)] for row in FAMILIES
+    ]
+
+
+def format_rows() -> list[list[str]]:
+    """The formats' table in words, one row each, under FORMAT_HEADS."""
+    return [[row.name, row.summary] for row in FORMATS if row.summary]
+
+
 def support_as_json() -> dict[str, Any]:
     """Families, formats and quantization methods from the tables that decide about them."""
     return {
         "families": {row.name: list(row.model_types) for row in FAMILIES},
+        "refused_model_types": {name: found for name, (_, found) in REFUSED_FAMILIES.items()},
         "formats": {row.name: row.summary for row in FORMATS if row.summary},
         "quant_methods": sorted(METHODS),
     }
@@ -87,11 +105,28 @@ def support_as_json() -> dict[str, Any]:
 
 def support_as_text() -> str:
     """Families and formats as two tables."""
-    families = [[row.name, ", ".join(row.model_types)] for row in FAMILIES]
-    formats = [[row.name, row.summary] for row in FORMATS if row.summary]
-    return "\n".join(
-        [*_table(["family", "model_type"], families), "", *_table(["format", "what it is"], formats)]
-    )
+    return "\n".join([*_table(FAMILY_HEADS, family_rows()), "", *_table(FORMAT_HEADS, format_rows())])
+
+
+def _place(row: Family) -> str:
+    """`model.layers.N.mlp.experts`, as vLLM calls it in a model without wrappers."""
+    if not row.is_served:
+        return "none"
+    prefix = row.prefixes.get("model.", "model.")
+    parents = dict.fromkeys(row.parents.values())
+    own = row.groups or ("experts",)
+    return " or ".join(f"{prefix}layers.N.{parent}{'.' if parent else ''}{name}" for parent in parents for name in own)
+
+
+def _kind(row: Family) -> str:
+    words = [row.activation if row.is_gated else f"{row.activation}, no gate"]
+    if row.layer_activation is not None:
+        words.append("by layer")
+    if row.is_interleaved:
+        words.append("gate and up rows alternate")
+    if len(row.hidden) > 1:
+        words.append(f"hidden size {row.hidden[0]}")
+    return ", ".join(words)
 
 
 def _layer_as_json(layer: LayerPlan) -> dict[str, Any]:

@@ -165,9 +165,9 @@ def _missing_name(
         if name == projection and other is not None:
             present, header = next(iter(others.items()))
             head, middle, tail = header.name[: len(header.name) - len(present)].rpartition(
-                f".experts.{other}."
+                f".experts.{other + context.layer.first}."
             )
-            return head + middle.replace(f".{other}.", f".{expert}.") + tail + parameter
+            return f"{head}{middle.rsplit('.', 2)[0]}.{(expert or 0) + context.layer.first}.{tail}{parameter}"
     return f"{context.layer.name.layer_name}.{expert}.{projection}.{parameter}"
 
 

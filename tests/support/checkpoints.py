@@ -155,14 +155,14 @@ def make_checkpoint(
     rng = np.random.default_rng(seed)
     sizes = _Sizes(layers, experts, hidden, intermediate)
     tensors = _other_tensors(family, sizes, rng)
-    writer = _Experts(format, rng, options)
+    writer = ExpertsWriter(format, rng, options)
     for layer in range(_FAMILIES[family][4], layers):
         tensors |= _layer_tensors(family, layer, sizes, writer)
     config = _config(family, sizes, writer, options)
     if edit is not None:
         edit(tensors, config)
     path.mkdir(parents=True, exist_ok=True)
-    _write_shards(path, tensors, shards)
+    write_shards(path, tensors, shards)
     (path / "config.json").write_text(json.dumps(config, indent=1))
     if options.get("side_files", True):
         (path / "generation_config.json").write_text('{"eos_token_id": 2}')
@@ -177,7 +177,7 @@ class _Sizes(NamedTuple):
     intermediate: int
 
 
-def _write_shards(path: Path, tensors: Tensors, shards: int) -> None:
+def write_shards(path: Path, tensors: Tensors, shards: int) -> None:
     if shards == 1:
         write_safetensors(path / "model.safetensors", tensors)
         return
@@ -190,7 +190,7 @@ def _write_shards(path: Path, tensors: Tensors, shards: int) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _config(family: str, sizes: _Sizes, writer: _Experts, options: dict[str, Any]) -> dict[str, Any]:
+def _config(family: str, sizes: _Sizes, writer: ExpertsWriter, options: dict[str, Any]) -> dict[str, Any]:
     _, _, experts_field, intermediate_field, dense = _FAMILIES[family]
     config: dict[str, Any] = {
         "architectures": ["TinyForCausalLM"],
@@ -244,7 +244,7 @@ def _other_tensors(family: str, sizes: _Sizes, rng: np.random.Generator) -> Tens
     return tensors
 
 
-def _layer_tensors(family: str, layer: int, sizes: _Sizes, writer: _Experts) -> Tensors:
+def _layer_tensors(family: str, layer: int, sizes: _Sizes, writer: ExpertsWriter) -> Tensors:
     parent, hub, _, _, _ = _FAMILIES[family]
     linear = writer.options.get("names") == "linear"
     names = ("gate_proj", "up_proj", "down_proj") if linear else hub
@@ -260,7 +260,7 @@ def _layer_tensors(family: str, layer: int, sizes: _Sizes, writer: _Experts) -> 
     return tensors
 
 
-class _Experts:
+class ExpertsWriter:
     """Writes the tensors of one projection, and the quantization config that goes with them."""
 
     def __init__(self, format: str, rng: np.random.Generator, options: dict[str, Any]) -> None:
