@@ -15,8 +15,9 @@ FILES = sorted([*CONVERTER.rglob("*.py"), *LOADER.rglob("*.py")])
 
 # What may be imported when a module is loaded, before any command runs.
 LIGHT = (
-    "activation", "cli", "errors", "families", "hf_config", "layer_index", "model_card", "options", "pipeline", "plan",
-    "plan_build", "progress", "report", "resolve", "safetensors_header", "source", "sublayer_plan", "target", "writer",
+    "activation", "cli", "errors", "expert_names", "families", "families_more", "family", "fused_view", "hf_config",
+    "layer_choice", "layer_index", "layer_rules", "model_card", "options", "pipeline", "plan", "plan_build", "progress",
+    "report", "resolve", "safetensors_header", "source", "sublayer_plan", "target", "writer",
 )  # fmt: skip
 HEAVY = {"torch", "numpy", "humming", "vllm", "compressed_tensors"}
 

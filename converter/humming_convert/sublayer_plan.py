@@ -14,6 +14,7 @@ from humming_convert.plan import Part, StackedTensor, SublayerPlan
 from humming_convert.source import Checkpoint, TensorHeader
 
 # Steps after which a tensor has another dtype than it is stored in.
+_UNKNOWN = "a supported checkpoint format"  # what `detect` expects where no format says more
 _CHANGING = ("view", "to_dtype", "e8m0_to_float32", "pack_int8_zero_point")
 
 
@@ -93,7 +94,7 @@ def _detect_fused(
     stacks = tuple(view.facts(projection) for projection in projections)
     answer = detect(replace(sublayer, is_fused=False, stacks=stacks))
     if isinstance(answer, Refused):
-        return context, refused
+        return context, answer if refused.problem.expected == _UNKNOWN else refused
     return replace(context, layer=view.layer), view.adapted(answer, projections)
 
 
@@ -159,6 +160,8 @@ def _missing_name(
     """The full name of a tensor that is not there, in the checkpoint's own words as far as possible."""
     if parameters:
         present, header = next(iter(parameters.items()))
+        if present and not header.name.endswith(f".{present}"):
+            return f"{header.name} beside its {parameter}"
         return header.name[: len(header.name) - len(present)] + parameter
     expert, projection = key
     for (other, name), others in context.layer.headers.items():

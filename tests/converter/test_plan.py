@@ -76,7 +76,7 @@ def test_experts_in_other_places_pass_through_and_are_named(tmp_path: Path) -> N
     plan = plan_of(path)
     assert_whole(path, plan)
     assert "mtp.layers.0.mlp.experts.gate_up_proj" in plan.passthrough
-    assert plan.notes == ("mtp.layers.0.mlp.experts: not experts of qwen3_moe, passed through",)
+    assert plan.notes == ("mtp.layers.0.mlp.experts: outside of the language model's layers, passed through",)
 
 
 def unquantize_layer_1(tensors: Tensors, config: dict[str, Any]) -> None:

@@ -20,6 +20,12 @@ CONVERTED: dict[str, tuple[list[int], int, int, int, str, str]] = {
     "llmcompressor--glm4_moe-W4A16": ([1], 4, 256, 256, "glm4_moe", INT4_G128),
     "llmcompressor--mixtral-W4A16": ([0, 1], 4, 256, 384, "mixtral", INT4_G128),
     "llmcompressor--gpt_oss-NVFP4A16": ([0, 1], 4, 256, 96, "gpt_oss", "ct-nvfp4"),
+    "llmcompressor--ernie4_5_moe-W4A16": ([1], 4, 256, 256, "ernie4_5_moe", INT4_G128),
+    "llmcompressor--granitemoe-W4A16": ([0, 1], 4, 256, 384, "granitemoe", INT4_G128),
+    "llmcompressor--jamba-W4A16": ([1], 4, 256, 384, "jamba", INT4_G128),
+    "llmcompressor--lfm2_moe-W4A16": ([1], 4, 256, 256, "lfm2_moe", INT4_G128),
+    "llmcompressor--minimax_m2-W4A16": ([0, 1], 4, 256, 384, "minimax_m2", INT4_G128),
+    "llmcompressor--nemotron_h-W4A16": ([0], 4, 256, 256, "nemotron_h", INT4_G128),
     "llmcompressor--qwen3_moe-FP8_BLOCK": ([0, 1], 4, 256, 256, "qwen3_moe", "ct-float8"),
     "llmcompressor--qwen3_moe-FP8_DYNAMIC": ([0, 1], 4, 256, 256, "qwen3_moe", "ct-float8"),
     "llmcompressor--qwen3_moe-MXFP4": ([0, 1], 4, 256, 256, "qwen3_moe", "ct-mxfp4"),
@@ -35,6 +41,14 @@ CONVERTED: dict[str, tuple[list[int], int, int, int, str, str]] = {
     "autoround--qwen3_moe-MXFP4-auto_round": ([0, 1], 8, 256, 256, "qwen3_moe", "ct-mxfp4"),
 }
 
+# Where vLLM has a family's experts, if not in mlp.
+PARENTS = {
+    "mixtral": "block_sparse_moe",
+    "granitemoe": "block_sparse_moe",
+    "jamba": "feed_forward",
+    "lfm2_moe": "feed_forward",
+    "nemotron_h": "mixer",
+}
 METHOD = "expected a quant_method among auto-round, awq, compressed-tensors, fp8, mxfp4, found"
 LATER = "this method is not supported yet"
 FORMAT = "expected a supported checkpoint format, found"
@@ -42,12 +56,6 @@ FORMAT = "expected a supported checkpoint format, found"
 REFUSED: dict[str, str] = {
     "llmcompressor--qwen3_moe-MXFP8": f"{FORMAT} MXFP8 (F8_E4M3 with exponent bytes); this format is not",
     "llmcompressor--qwen3_moe-W4A8": "w13 and 3 more: expected int-quantized weights of 8 bit, found 4 bit;",
-    "llmcompressor--ernie4_5_moe-W4A16": "found 'ernie4_5_moe'; this family is not supported yet",
-    "llmcompressor--granitemoe-W4A16": "found 'granitemoe'; this family is not supported yet",
-    "llmcompressor--jamba-W4A16": "found 'jamba'; this family is not supported yet",
-    "llmcompressor--lfm2_moe-W4A16": "found 'lfm2_moe'; this family is not supported yet",
-    "llmcompressor--minimax_m2-W4A16": "found 'minimax_m2'; this family is not supported yet",
-    "llmcompressor--nemotron_h-W4A16": "found 'nemotron_h'; this family is not supported yet",
     "autoround--mixtral-W4A16-auto_round": f"{FORMAT} GPTQ's packing (qweight [K*b/32, N]);",
     "autoround--qwen3_moe-W4A16-auto_round_gptqmodel-asym": f"{FORMAT} GPTQ's packing (qweight [K*b/32, N]);",
     "autoround--qwen3_moe-W4A16-auto_gptq": f"{METHOD} 'gptq'; {LATER}",
@@ -75,7 +83,7 @@ def test_plan(name: str) -> None:
     path = genuine(name)
     plan = plan_of(path)
     assert_whole(path, plan)
-    parent = "block_sparse_moe" if family == "mixtral" else "mlp"
+    parent, stacks = PARENTS.get(family, "mlp"), 1 if family == "nemotron_h" else 2
     assert [layer.layer_name for layer in plan.layers] == [
         f"model.layers.{n}.{parent}.experts" for n in layers
     ]
@@ -86,13 +94,13 @@ def test_plan(name: str) -> None:
             hidden,
             intermediate,
         )
-        assert (layer.family, layer.is_gated) == (family, True)
+        assert (layer.family, layer.is_gated) == (family, stacks == 2)
         w13, w2 = layer.sublayers
         assert (w13.format, w2.format) == (form, form)
         assert (w13.shape_n, w13.shape_k, w13.shape_n_stacks) == (
-            2 * intermediate,
+            stacks * intermediate,
             hidden,
-            (intermediate,) * 2,
+            (intermediate,) * stacks,
         )
         assert (w2.shape_n, w2.shape_k, w2.shape_n_stacks) == (hidden, intermediate, (hidden,))
 
@@ -121,11 +129,13 @@ def test_three_groups_give_each_layer_its_own_format() -> None:
     assert [layer.sublayers[1].format for layer in plan.layers] == ["ct-nvfp4", "ct-pack-quantized"]
 
 
-def test_gpt_oss_keeps_its_interleaving_and_its_linear_twin_does_not_have_it() -> None:
+def test_gpt_oss_keeps_its_alternating_rows_and_its_linear_twin_gets_them() -> None:
     fused = plan_of(genuine("hub-layout--gpt_oss-mxfp4")).layers[0]
     twin = plan_of(genuine("llmcompressor--gpt_oss-NVFP4A16")).layers[0]
     assert (fused.is_interleaved, fused.has_bias, fused.activation_function) == (True, True, "swigluoai")
-    assert (twin.is_interleaved, twin.has_bias, twin.activation_function) == (False, True, "swigluoai")
+    assert (twin.is_interleaved, twin.has_bias, twin.activation_function) == (True, True, "swigluoai")
+    weight = next(tensor for tensor in twin.sublayers[0].tensors if tensor.is_weight)
+    assert weight.is_interleaved
 
 
 def test_static_input_scales_are_read_only_when_the_checkpoints_activations_are_wanted() -> None:

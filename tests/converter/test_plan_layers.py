@@ -82,9 +82,12 @@ class TestNumberOfExperts:
             drop(tensors, f"{SECOND}.3.", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
             del config["num_experts"]
 
-        assert refusal(tmp_path, CheckpointError, edit=edit) == (
-            f"{SECOND}: expected 4 experts, as {EXPERTS} has, found 3; {FETCH}"
-        )
+        text = refusal(tmp_path, CheckpointError, edit=edit)
+        router = "expected the router of converted experts, found none"
+        assert text.splitlines() == [
+            *(f"tensor model.layers.{layer}.mlp.gate.weight: {router}; {FETCH}" for layer in (0, 1)),
+            f"{SECOND}: expected 4 experts, as {EXPERTS} has, found 3; {FETCH}",
+        ]
 
     def test_a_bare_file_is_no_exception(self, tmp_path: Path) -> None:
         path = make_checkpoint(tmp_path / "m", format="fp8_tensor", edit=lambda t, c: drop(t, f"{SECOND}.3."))
@@ -134,11 +137,19 @@ class TestNumbers:
 
 class TestPlaces:
     def test_an_unknown_prefix_is_no_missing_shard(self, tmp_path: Path) -> None:
-        text = refusal(tmp_path, UnsupportedError, edit=renamed(lambda name: f"language_model.{name}"))
+        text = refusal(tmp_path, UnsupportedError, edit=renamed(lambda name: f"other.{name}"))
         assert text == (
-            f"language_model.{EXPERTS} and 1 more: expected experts of qwen3_moe under model.layers.N.mlp.experts "
-            "or layers.N.mlp.experts, found them under another name; this prefix is not supported yet"
+            f"other.{EXPERTS} and 1 more: expected experts of qwen3_moe under layers.N.mlp.experts after model., "
+            "nothing, model.language_model., language_model.model., language_model., thinker.model., language.model., "
+            "llm.model., found them under another name; this place is not known here"
         )
+
+    def test_quantized_experts_in_an_unknown_place_are_not_passed_over(self, tmp_path: Path) -> None:
+        def edit(tensors: Tensors, config: dict[str, Any]) -> None:
+            tensors |= {f"other.{name}": held for name, held in tensors.items() if name.startswith(EXPERTS)}
+
+        text = refusal(tmp_path, UnsupportedError, edit=edit)
+        assert text.startswith(f"other.{EXPERTS}: expected experts of qwen3_moe under layers.N.mlp.experts after ")
 
     def test_too_few_layers_in_the_config_of_a_family_without_token_prediction(self, tmp_path: Path) -> None:
         assert refusal(tmp_path, CheckpointError, edit=stated(num_hidden_layers=1)) == (
