@@ -61,6 +61,18 @@ def test_every_alias_is_known_in_every_place(leaf: str, projection: str) -> None
             ("model.layers.0.mlp.experts", "model.", 0, "mlp", None, "down", "weight_scale_2"),
         ),
         (
+            "model.language_model.layers.4.experts.down_proj",
+            ("model.language_model.layers.4.experts", "model.language_model.", 4, "", None, "down", ""),
+        ),
+        (
+            "model.layers.4.moe.gate_proj.weight_scale_inv",
+            ("model.layers.4.moe.experts", "model.", 4, "moe", None, "gate", "weight_scale_inv"),
+        ),
+        (
+            "model.layers.4.block_sparse_moe.input_linear.weight",
+            ("model.layers.4.block_sparse_moe.experts", "model.", 4, "block_sparse_moe", None, "gate_up", "weight"),
+        ),
+        (
             "mtp.layers.0.mlp.experts.3.up_proj.weight",
             ("mtp.layers.0.mlp.experts", "mtp.", 0, "mlp", 3, "up", "weight"),
         ),
@@ -76,6 +88,9 @@ def test_names(name: str, expected: tuple[object, ...]) -> None:
         "model.layers.0.mlp.shared_experts.gate_proj.weight",
         "model.layers.0.mlp.shared_expert.gate_proj.weight",
         "model.layers.0.mlp.gate.weight",
+        "model.layers.0.moe.gate.weight",
+        "model.layers.0.shared_mlp.input_linear.weight",
+        "model.layers.0.block_sparse_moe.router.layer.weight",
         "model.layers.0.mlp.gate.e_score_correction_bias",
         "model.layers.0.mlp.experts.0.other_proj.weight",
         "model.layers.0.mlp.experts.x.gate_proj.weight",
@@ -126,6 +141,11 @@ def test_layer_rules(model_type: str, config: dict[str, object], expected: list[
             "deepseek_v3",
         ),
         (["model.layers.0.mlp.experts.0.up_proj.weight"], "qwen3_moe"),
+        (["backbone.layers.0.mixer.experts.0.up_proj.weight"], "nemotron_h"),
+        (["model.layers.0.moe_block.experts.0.linear.weight"], "grok"),
+        (["layers.0.ffn.experts.0.w1.weight"], "deepseek_v4"),
+        (["model.layers.0.moe.gate_proj.weight"], "step3"),
+        (["model.layers.0.feed_forward.experts.0.w1.weight"], "lfm2_moe"),
     ],
 )
 def test_a_file_without_config_is_told_by_its_names(names: list[str], expected: str) -> None:

@@ -13,8 +13,9 @@ from tests.support.checkpoints import RawTensor, Tensors, bf16
 from tests.support.family_case import Case, E, H
 from tests.support.family_cases import CASES
 from tests.support.family_checkpoints import LINEARS, expert_tensors, make_values, other_tensors, write_model
+from tests.support.plans import plan_of
 
-from humming_convert.errors import NothingToConvertError
+from humming_convert.errors import CheckpointError, NothingToConvertError
 from humming_convert.options import ConvertOptions
 from humming_convert.pipeline import convert_checkpoint
 from humming_convert.target import Target
@@ -63,7 +64,7 @@ def variants(draw: st.DrawFn) -> tuple[Case, str, str, int, int, str]:
     case = draw(st.sampled_from(CASES))
     format = draw(st.sampled_from(FORMATS))
     namings = ["own", *LINEARS]
-    if case.stacked and format != "fp8_block":
+    if case.stacked and format not in ("fp8_block", "fp8_tensor"):
         namings.remove("own")  # one tensor for all experts is written by no producer in these formats
     if format == "fp8_block" and case.gated and ".experts" in case.place:
         namings += ["fused", "transposed"]
@@ -135,6 +136,45 @@ def test_gpt_oss_rows_alternate_whether_stored_so_or_not(tmp_path: Path) -> None
     for out in ("fused-out", "single-out"):
         layer = next(iter(read_manifest(tmp_path / out).layers.values()))
         assert (layer.gate_up, layer.has_bias, layer.activation_function) == ("interleaved", True, "swigluoai")
+
+
+def test_step3_scales_that_differ_between_gate_and_up_become_rows_own(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.stacked)
+    values, writer = make_values(case, "fp8_tensor")
+    plain = other_tensors(case) | expert_tensors(case, values, "gate_proj")
+    stacked = other_tensors(case) | expert_tensors(case, values)
+    assert f"{case.place.format(1)}.gate_proj.weight" in stacked
+    expected = packed(write_model(tmp_path / "plain", case, plain, writer), tmp_path / "plain-out")
+    assert packed(write_model(tmp_path / "stacked", case, stacked, writer), tmp_path / "stacked-out") == expected
+
+
+def test_gpt_oss_scales_of_gate_and_up_must_be_one(tmp_path: Path) -> None:
+    values, writer = make_values(GPT_OSS, "ct_nvfp4", bias=True)
+    tensors = other_tensors(GPT_OSS) | expert_tensors(GPT_OSS, values)
+    for name in [name for name in tensors if name.endswith("up_proj.weight_global_scale")]:
+        tensors[name] = tensors[name.replace("up_proj", "gate_proj")]
+    head = "model.layers.1.mlp.experts.2"
+    path = write_model(tmp_path / "equal", GPT_OSS, tensors, writer)
+    assert len(packed(path, tmp_path / "equal-out")) == 3
+    other = f"{head}.up_proj.weight_global_scale"
+    tensors[other] = RawTensor("F32", tensors[other].array * np.float32(2))
+    path = write_model(tmp_path / "unequal", GPT_OSS, tensors, writer)
+    with pytest.raises(CheckpointError) as raised:
+        packed(path, tmp_path / "unequal-out")
+    assert str(raised.value) == (
+        f"tensor {other}: expected the scale of gate, whose rows alternate with those of up in this family's kernels, "
+        "found another"
+    )
+
+
+def test_gpt_oss_rows_that_are_packed_together_stay_apart_and_are_noted(tmp_path: Path) -> None:
+    values, writer = make_values(GPT_OSS, "awq", group_size=32)
+    tensors = other_tensors(GPT_OSS) | expert_tensors(GPT_OSS, values)
+    path = write_model(tmp_path / "m", GPT_OSS, tensors, writer)
+    plan = plan_of(path)
+    assert not plan.layers[0].is_interleaved
+    assert "gate and up rows stay apart, as they are packed: " in plan.notes[0]
+    packed(path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("count", [2, 3])
