@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
@@ -19,6 +20,7 @@ from humming_loader.slicing import SublayerSlice
 _DECIDED = ("use_packed_k_layout", "use_fused_e8m0_scale", "use_int_weight_scale")
 
 
+@lru_cache(maxsize=64)
 def probe_host(device: torch.device) -> Host:
     """The host as Humming will see it through the CUDA device `device`."""
     from humming.device import DeviceInfo

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from humming_loader.checkpoint import find_output, read_manifest
+from humming_loader.checkpoint import cached_manifest, find_output, manifest_stamp
 from humming_loader.host_layout import check_flags, check_host
 from humming_loader.load import Move, empty_target, fill
 from humming_loader.parts import find_part
@@ -55,7 +55,7 @@ def load_layer(
     must fit it. Raises LoaderError's family.
     """
     root = find_output(path)
-    manifest = read_manifest(root)
+    manifest = cached_manifest(root, manifest_stamp(root))
     layer = find_part(manifest, layer_name, tp_rank, tp_size)
     from humming_loader import humming_host
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,11 +23,10 @@ from humming_loader.entries import TensorEntry
 from humming_loader.errors import ChecksumError, TensorError
 from humming_loader.reader import ExpertsFile
 from humming_loader.slicing import TensorSlice
+from humming_loader.staging import BUFFER_BYTES as BUFFER_BYTES
+from humming_loader.staging import Staging
 
 VERIFY_VARIABLE = "HUMMING_LOADER_VERIFY"
-# Two a worker: while one is on its way to the device the other is read. 16 workers pin 256 MiB.
-BUFFER_BYTES = 8 << 20
-BUFFERS = 2
 HASH_BYTES = 4 << 20
 # Ranges closer than this are read as one: the kernel reads ahead further than that anyway.
 GAP_BYTES = 16 << 10
@@ -134,16 +132,16 @@ def _run(files: Mapping[str, ExpertsFile], moves: Sequence[Move], pool: ThreadPo
     local = threading.local()
     devices = {move.target.device for move in moves if move.target.is_cuda}
     ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
-    stagings: list[_Staging] = []
+    stagings: list[Staging] = []
 
     def work(piece: _Piece) -> None:
         target = _target_bytes(piece)
         if not target.is_cuda:
             _read(files, piece, target.numpy())
             return
-        staging: _Staging | None = getattr(local, "staging", None)
+        staging: Staging | None = getattr(local, "staging", None)
         if staging is None:
-            local.staging = staging = _Staging(ready)
+            local.staging = staging = Staging(ready)
             stagings.append(staging)
         buffer = staging.buffer(target.numel())
         _read(files, piece, buffer.numpy())
@@ -154,48 +152,7 @@ def _run(files: Mapping[str, ExpertsFile], moves: Sequence[Move], pool: ThreadPo
             pass
     finally:
         for staging in stagings:
-            staging.wait()
-
-
-class _Staging:
-    """One thread's pinned buffers and its stream: a buffer is read into while the one before it is copied."""
-
-    def __init__(self, ready: Mapping[torch.device, torch.cuda.Event]) -> None:
-        self._ready = ready
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-
-    def buffer(self, size: int) -> torch.Tensor:
-        """`size` bytes of pinned memory that no copy uses; more than BUFFER_BYTES where one expert needs it."""
-        held = None
-        if len(self._under_way) >= BUFFERS:
-            held, copied = self._under_way.popleft()
-            copied.synchronize()
-        if held is None or held.numel() < size:
-            held = torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, device="cpu", pin_memory=True)
-        return held[:size]
-
-    def send(self, buffer: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy `buffer` to `target` behind whatever this thread copied before."""
-        stream = self._streams.get(target.device)
-        if stream is None:
-            stream = self._streams[target.device] = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
-            # The allocator may have handed out memory that a kernel queued earlier still writes.
-            stream.wait_event(self._ready[target.device])
-        with torch.cuda.stream(stream):
-            target.copy_(buffer, non_blocking=True)
-        self._under_way.append((_whole(buffer), stream.record_event()))
-
-    def wait(self) -> None:
-        """Return when everything is copied."""
-        while self._under_way:
-            self._under_way.popleft()[1].synchronize()
-
-
-def _whole(buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer that `buffer` is the beginning of."""
-    base: torch.Tensor | None = buffer._base
-    return buffer if base is None else base
+            staging.close()
 
 
 def _target_bytes(piece: _Piece) -> torch.Tensor:
