@@ -144,6 +144,7 @@ FORMATS: dict[str, tuple[Callable[[str, int, int], list[Tensor]], dict[str, Any]
 def _tensors(name: str, layers: int) -> Iterator[Tensor]:
     build = FORMATS[name][0]
     for layer in range(layers):
+        yield f"model.layers.{layer}.mlp.gate.weight", "BF16", (EXPERTS, HIDDEN), _scales("BF16", EXPERTS, HIDDEN)
         for expert in range(EXPERTS):
             for projection, n, k in projections():
                 yield from build(f"model.layers.{layer}.mlp.experts.{expert}.{projection}", n, k)

@@ -107,6 +107,7 @@ class _Piece:
     """What one buffer holds: consecutive local experts of one move, or a run of one expert's bytes."""
 
     move: Move
+    target: torch.Tensor  # bytes
     slots: range
     begin: int = 0
     end: int = 0  # bytes of a single expert that is larger than a buffer and taken as it is; 0: whole experts
@@ -118,14 +119,18 @@ def _pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
         count = part.shape[0] if part.has_experts else 1
         if part.target_bytes == 0:
             continue
+        flat = move.target.detach().reshape(-1).view(torch.uint8)
         if part.target_bytes > BUFFER_BYTES and part.is_whole:
             for slot in range(count):
+                first = slot * part.target_bytes
                 for begin in range(0, part.target_bytes, BUFFER_BYTES):
-                    yield _Piece(move, range(slot, slot + 1), begin, min(begin + BUFFER_BYTES, part.target_bytes))
+                    end = min(begin + BUFFER_BYTES, part.target_bytes)
+                    yield _Piece(move, flat[first + begin : first + end], range(slot, slot + 1), begin, end)
             continue
         step = max(1, BUFFER_BYTES // part.target_bytes)
         for first in range(0, count, step):
-            yield _Piece(move, range(first, min(first + step, count)))
+            slots = range(first, min(first + step, count))
+            yield _Piece(move, flat[first * part.target_bytes : slots.stop * part.target_bytes], slots)
 
 
 def _run(files: Mapping[str, ExpertsFile], moves: Sequence[Move], pool: ThreadPoolExecutor) -> None:
@@ -135,7 +140,7 @@ def _run(files: Mapping[str, ExpertsFile], moves: Sequence[Move], pool: ThreadPo
     stagings: list[Staging] = []
 
     def work(piece: _Piece) -> None:
-        target = _target_bytes(piece)
+        target = piece.target
         if not target.is_cuda:
             _read(files, piece, target.numpy())
             return
@@ -153,15 +158,6 @@ def _run(files: Mapping[str, ExpertsFile], moves: Sequence[Move], pool: ThreadPo
     finally:
         for staging in stagings:
             staging.close()
-
-
-def _target_bytes(piece: _Piece) -> torch.Tensor:
-    part = piece.move.part
-    flat = piece.move.target.detach().reshape(-1).view(torch.uint8)
-    begin = piece.slots.start * part.target_bytes
-    if piece.end:
-        return flat[begin + piece.begin : begin + piece.end]
-    return flat[begin : piece.slots.stop * part.target_bytes]
 
 
 def _read(files: Mapping[str, ExpertsFile], piece: _Piece, out: Bytes) -> None:
