@@ -81,7 +81,8 @@ CASES: list[Case] = [
 
 def convert(source: Path, out: Path, **options: Any) -> Path:  # noqa: ANN401 - fields of ConvertOptions
     """Convert and return `out`."""
-    convert_checkpoint(ConvertOptions(**{"source": source, "out": out, "target": Target(90), "workers": 2} | options))
+    given: dict[str, Any] = {"source": source, "out": out, "target": Target(90), "workers": 2}
+    convert_checkpoint(ConvertOptions(**given | options))
     return out
 
 

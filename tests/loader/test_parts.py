@@ -173,7 +173,7 @@ def test_a_part_is_its_own_rank_s_alone() -> None:
         local_intermediate_size(LAYER, part, 4)
     with pytest.raises(PreshardedError):
         local_intermediate_size(LAYER, part, 1)
-    config = {"shape_n": 128, "shape_k": 128, "pad_shape_n": 0, "pad_shape_k": 0, "num_experts": 4}
+    config: dict[str, object] = {"shape_n": 128, "shape_k": 128, "pad_shape_n": 0, "pad_shape_k": 0, "num_experts": 4}
     config |= {"a_dtype": "bfloat16", "b_dtype": "uint4", "c_dtype": "bfloat16"}
     text = json.dumps(config)
     part = replace(part, sublayers={key: replace(one, layer_config=text) for key, one in part.sublayers.items()})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from humming_loader.checkpoint import read_manifest
+from humming_loader.parts import layer_names, whole_intermediate_size
 
 
 def parallel_config(*, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), batched: bool = False) -> Any:  # noqa: ANN401 - vLLM's FusedMoEParallelConfig
@@ -106,12 +107,12 @@ def quant_config(serving: SimpleNamespace, folder: Path) -> Any:  # noqa: ANN401
 def layer_of(config: Any, folder: Path, **options: Any) -> Any:  # noqa: ANN401 - vLLM's types
     """The first packed layer as vLLM builds it, on the CPU."""
     manifest = read_manifest(folder)
-    name, entry = next(iter(manifest.layers.items()))
+    name, entry = layer_names(manifest.layers)[0], next(iter(manifest.layers.values()))
     given: dict[str, Any] = {
         "layer_name": name,
         "experts": entry.num_experts,
         "hidden": entry.hidden_size,
-        "intermediate": entry.intermediate_size,
+        "intermediate": whole_intermediate_size(entry),
         "dtype": getattr(torch, manifest.param_dtype),
         "device": "cpu",
         "activation": "swigluoai" if entry.gate_up == "interleaved" else "silu",
