@@ -26,9 +26,9 @@ def case_of(model_type: str) -> Case:
     return next(case for case in CASES if case.model_type == model_type)
 
 
-def digests(path: Path, out: Path) -> list[str]:
-    """Checksums of all packed tensors in order of name."""
-    convert_checkpoint(ConvertOptions(source=path, out=out, target=Target(90), workers=1))
+def digests(path: Path, out: Path, tp_size: int = 1) -> list[str]:
+    """Checksums of all packed tensors in order of name, of an output that was verified."""
+    convert_checkpoint(ConvertOptions(source=path, out=out, target=Target(90), workers=1, tp_size=tp_size))
     verify(out, path)
     layers = read_manifest(out).layers.values()
     return [one.sha256 for layer in layers for part in layer.sublayers.values() for one in part.tensors.values()]
@@ -91,6 +91,22 @@ def test_d11_d15_fused_experts_are_the_single_ones_bytes(tmp_path: Path, model_t
     single = write_model(tmp_path / "single", case, others | expert_tensors(case, values, "gate_proj"), writer)
     fused = write_model(tmp_path / "fused", case, others | expert_tensors(case, values, naming), writer)
     assert digests(fused, tmp_path / "fused-out") == digests(single, tmp_path / "single-out")
+
+
+def test_transposed_experts_are_cut_for_ranks_like_single_ones(tmp_path: Path) -> None:
+    case = case_of("qwen3_vl_moe")
+    case = replace(case, intermediate=256, config=case.config | {"moe_intermediate_size": 256})
+    values, writer = make_values(case, "fp8_block")
+    others = other_tensors(case)
+    single = write_model(tmp_path / "single", case, others | expert_tensors(case, values), writer)
+    turned = write_model(tmp_path / "turned", case, others | expert_tensors(case, values, "transposed"), writer)
+    assert digests(turned, tmp_path / "turned-out", 2) == digests(single, tmp_path / "single-out", 2)
+
+
+def test_experts_without_a_gate_are_cut_for_ranks(tmp_path: Path) -> None:
+    path = make_family(tmp_path / "m", case_of("nemotron_h"), "ct_fp8_channel")
+    digests(path, tmp_path / "out", 2)
+    assert {layer.sublayers["w13"].shape_n for layer in read_manifest(tmp_path / "out").layers.values()} == {64}
 
 
 def test_d11_a_scale_that_is_turned_the_other_way_than_its_weight_is_refused(tmp_path: Path) -> None:
