@@ -123,3 +123,11 @@ class ServingError(LoaderError):
     def __init__(self, layer: str, expected: str, found: str) -> None:
         self.layer = layer
         super().__init__(f"{layer}: expected {expected}, found {found}")
+
+
+class KernelError(LoaderError):
+    """A compiled kernel cannot be described, or what is shipped with a checkpoint cannot be used."""
+
+    def __init__(self, where: str, expected: str, found: str) -> None:
+        self.where = where
+        super().__init__(f"{where}: expected {expected}, found {found}")
