@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
-from humming_convert import interrupts
+from humming_convert import cli_kernels, interrupts
 from humming_convert.activation import DESCRIPTIONS, NAMES
 from humming_convert.errors import ConvertError, OutputError, is_out_of_memory
 from humming_loader._version import __version__
@@ -135,8 +135,9 @@ def main() -> None:
     show_default=True,
     help="Cut the source for this many tensor-parallel ranks before packing; OUT then serves that size alone.",
 )
+@click.option("--kernels", is_flag=True, help="Also compile the kernels; see `humming-convert kernels --help`.")
 @reports_errors
-def convert(source: Path, out: Path, **given: Any) -> None:  # noqa: ANN401 - Click's own values
+def convert(source: Path, out: Path, kernels: bool, **given: Any) -> None:  # noqa: ANN401 - Click's own values
     """Convert SRC, a .safetensors file or a model folder, into the new folder OUT."""
     gc.disable()  # until the plan is made; see humming_convert.layers
     with interrupts.held_back():
@@ -148,6 +149,10 @@ def convert(source: Path, out: Path, **given: Any) -> None:  # noqa: ANN401 - Cl
         click.echo(note, err=True)
     report = convert_checkpoint(options)
     click.echo(report.text())
+    if kernels:
+        from humming_convert.kernels import KernelOptions, build_kernels
+
+        click.echo(build_kernels(options.out, KernelOptions(workers=options.workers)).text())
 
 
 @main.command()
@@ -238,6 +243,8 @@ def targets(as_json: bool) -> None:
     for name, note in DESCRIPTIONS.items():
         click.echo(f"{name:<12} {note}")
 
+
+cli_kernels.add_to(main, reports_errors)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,9 +14,9 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
@@ -42,10 +42,12 @@ _MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """What this thread converts for, and whether its tensors are on a real GPU of that architecture."""
+    """What this thread converts for, whether its tensors are on a real GPU of that architecture, and what else is
+    known about the GPU."""
 
     target: Target
     on_gpu: bool
+    facts: Mapping[str, Foreign] = field(default_factory=dict)
 
 
 _active: ContextVar[Emulation | None] = ContextVar("humming_convert_emulation", default=None)
@@ -56,7 +58,13 @@ _undo: list[Callable[[], None]] = []
 
 @functools.cache
 def humming() -> SimpleNamespace:
-    """Humming's modules, imported without the compile job that its import starts in the background.
+    """Humming's modules that convert. Raises ImportError when humming-kernels is not installed."""
+    return import_humming(_MODULES)
+
+
+def import_humming(names: Sequence[str]) -> SimpleNamespace:
+    """Modules of Humming, a.b as attribute a_b, imported without the compile job that its import starts in the
+    background.
 
     Raises ImportError when humming-kernels is not installed.
     """
@@ -65,7 +73,7 @@ def humming() -> SimpleNamespace:
     os.environ[name] = "1"
     try:
         with _without_importing_dynamo():
-            modules = {module.replace(".", "_"): importlib.import_module(f"humming.{module}") for module in _MODULES}
+            modules = {module.replace(".", "_"): importlib.import_module(f"humming.{module}") for module in names}
     finally:
         if before is None:
             del os.environ[name]
@@ -96,9 +104,11 @@ def _without_importing_dynamo() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def emulate(target: Target, device: torch.device | None = None) -> Iterator[None]:
+def emulate(
+    target: Target, device: torch.device | None = None, facts: Mapping[str, Foreign] | None = None
+) -> Iterator[None]:
     """Let Humming see `target` in this thread while the block runs; may be nested and used from several
-    threads.
+    threads. `facts` are further properties of the GPU, by Humming's names.
 
     `device` is where the tensors are (default: a CPU). On a CUDA device Humming's own kernels run, so its
     architecture must be the target's. Raises UnsupportedError when it is not.
@@ -107,7 +117,7 @@ def emulate(target: Target, device: torch.device | None = None) -> Iterator[None
     if on_gpu:
         _check_gpu(target, device)
     _install()
-    token = _active.set(Emulation(target, on_gpu))
+    token = _active.set(Emulation(target, on_gpu, facts or {}))
     try:
         with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
             yield
@@ -137,13 +147,14 @@ class _StandIn:
                 self._real = humming().utils_device._get_device_info_extension()._DeviceInfo(-1)
             return getattr(self._real, name)
         target = emulation.target
-        answers = {
+        answers: dict[str, Foreign] = {
             "index": -1,
             "name": f"{target} (stand-in)",
             "is_ppu": target.is_ppu,
             "sm_version": target.sm,
             "sm_major": target.sm // 10,
             "sm_minor": target.sm % 10,
+            **emulation.facts,
         }
         if name not in answers:
             raise AttributeError(f"a stand-in for {target} cannot say its {name}")
