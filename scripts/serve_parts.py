@@ -99,18 +99,17 @@ def engine(model: Path, **options: Any) -> Any:  # noqa: ANN401 - vLLM's LLM
     """vLLM on `model`, small and eager."""
     from vllm import LLM
 
-    return LLM(
-        model=str(model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        attention_backend="TRITON_ATTN",
-        max_model_len=256,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        gpu_memory_utilization=0.1,
-        kv_cache_memory_bytes=1 << 28,
-        **options,
-    )
+    given = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "attention_backend": "TRITON_ATTN",
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": 1 << 28,
+    }
+    return LLM(model=str(model), **(given | options))
 
 
 def generate(llm: Any, tokens: int = 24) -> Result:  # noqa: ANN401 - vLLM's LLM

@@ -9,6 +9,8 @@ from typing import Any
 
 from humming_convert.errors import OutputError
 from humming_convert.files import read_regular
+from humming_loader import kernel_entries
+from humming_loader.errors import ManifestError
 from humming_loader.manifest import MANIFEST_FILE, PRODUCER
 
 _SHOWN = 3
@@ -28,7 +30,7 @@ def refuse_foreign(folder: Path, out: Path) -> None:
             f"{out}: holds files that humming-convert did not write, and --overwrite would delete them; "
             "choose another folder or empty this one"
         )
-    listed = {MANIFEST_FILE, *_listed(document)}
+    listed = {MANIFEST_FILE, *_listed(document), *kernel_files(folder)}
     listed |= {parent.as_posix() for name in listed for parent in PurePosixPath(name).parents}
     found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")))
     added = [name for name in found if name not in listed]
@@ -38,6 +40,14 @@ def refuse_foreign(folder: Path, out: Path) -> None:
             f"{out}: holds what its manifest does not list, and --overwrite would delete it: "
             f"{', '.join(added[:_SHOWN])}{more}; move it away or choose another folder"
         )
+
+
+def kernel_files(folder: Path) -> set[str]:
+    """The files of compiled kernels that `folder`'s manifest of kernels lists, and that manifest; none without one."""
+    try:
+        return set(kernel_entries.from_json(read_regular(folder / kernel_entries.KERNELS_MANIFEST)).files())
+    except (OSError, ManifestError):
+        return set()
 
 
 def _listed(document: Mapping[str, Any]) -> Iterator[str]:

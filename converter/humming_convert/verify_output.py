@@ -13,9 +13,12 @@ from humming_convert.errors import Problem, VerificationError
 from humming_convert.files import open_regular, read_regular
 from humming_convert.passthrough import INDEX_FILE
 from humming_convert.progress import ByteProgress
+from humming_convert.replacing import kernel_files
 from humming_loader.dtypes import tensor_nbytes
 from humming_loader.entries import FileEntry, LayerEntry, Manifest, SublayerEntry, TensorEntry
 from humming_loader.errors import LoaderError, ManifestError
+from humming_loader.kernel_entries import KERNELS_MANIFEST
+from humming_loader.kernel_entries import from_json as from_kernels_json
 from humming_loader.manifest import MANIFEST_FILE, from_json
 from humming_loader.reader import ExpertsFile
 
@@ -41,7 +44,7 @@ def check_output(out: Path, manifest: Manifest, progress: ByteProgress | None) -
     problems = list(_unlisted(out, manifest))
     for name, tensors in tensors_by_file(manifest).items():
         problems += _check_experts_file(out, name, tensors, manifest, progress)
-    for entry in (*manifest.passthrough.files, *manifest.side_files):
+    for entry in (*manifest.passthrough.files, *manifest.side_files, *_kernels(out)):
         problems += _check_file(out, entry, progress)
     problems += _check_passthrough(out, manifest)
     for layer_name, layer in manifest.layers.items():
@@ -58,6 +61,14 @@ def tensors_by_file(manifest: Manifest) -> dict[str, list[TensorEntry]]:
             for tensor in sublayer.tensors.values():
                 found.setdefault(tensor.file, []).append(tensor)
     return found
+
+
+def _kernels(out: Path) -> list[FileEntry]:
+    """The compiled kernels; a manifest of theirs that cannot be read is a file that nothing lists."""
+    try:
+        return [kernel.file for kernel in from_kernels_json(read_regular(out / KERNELS_MANIFEST)).kernels]
+    except (OSError, ManifestError):
+        return []
 
 
 def output_bytes(manifest: Manifest) -> int:
@@ -86,6 +97,7 @@ def _unlisted(out: Path, manifest: Manifest) -> Iterator[Problem]:
     """Files that a loader would take for a part of the model, but that the manifest does not list."""
     listed = {MANIFEST_FILE, *manifest.experts_files()}
     listed |= {entry.name for entry in (*manifest.passthrough.files, *manifest.side_files)}
+    listed |= kernel_files(out)
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
         is_part = name.startswith("humming/") or name.endswith((".safetensors", ".safetensors.index.json"))

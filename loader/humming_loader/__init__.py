@@ -1,6 +1,7 @@
 """Reading what humming-convert made: the manifest, the files, and what a serving host must match.
 
-`load_layer` needs torch and humming, so it is imported when it is first asked for; nothing else here needs either.
+`load_layer` needs torch and humming, so it is imported when it is first asked for; `offer_kernels` needs humming once
+there are kernels to offer. Nothing else here needs either.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from humming_loader._version import __version__
 from humming_loader.checkpoint import read_manifest
 from humming_loader.errors import LoaderError
+from humming_loader.kernels import offer as offer_kernels
 
 if TYPE_CHECKING:
     from humming_loader.layer import HummingExpertsTensors, load_layer
 
-__all__ = ["HummingExpertsTensors", "LoaderError", "__version__", "load_layer", "read_manifest"]
+__all__ = ["HummingExpertsTensors", "LoaderError", "__version__", "load_layer", "offer_kernels", "read_manifest"]
 
 _LATE = ("HummingExpertsTensors", "load_layer")
 

@@ -1,4 +1,5 @@
-"""What the installed Humming says of this host; the only file of the loader that imports humming."""
+"""What the installed Humming says of this host; beside `toolchain` the only file of the loader that
+imports humming."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Offer:
         """One line: how many kernels were used, how many were left to Humming, and why."""
         with self._lock:
             used, refused = len(self.used), dict(self.refused)
-        line = f"{self.folder}: {used} kernels that came with the checkpoint are used"
+        line = f"{self.folder}: kernels that came with the checkpoint: {used} used"
         if refused:
             why = "; ".join(f"{count} {reason}" for reason, count in sorted(refused.items(), key=lambda one: -one[1]))
             line += f", {sum(refused.values())} left to Humming's own compiler: {why}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from humming_loader import vllm_compat
+from humming_loader import kernels, vllm_compat
 from humming_loader.checkpoint import cached_manifest, find_output, manifest_stamp
 from humming_loader.entries import Manifest
 from humming_loader.errors import ServingError
@@ -76,6 +76,8 @@ class PrepackedMixin:
                 from humming_loader.experts import PrepackedHummingMoEMethod
 
                 state = self.humming_prepacked
+                if state.model is not None:
+                    kernels.offer(state.model, state.revision, log=vllm_compat.init_logger(f"vllm.{__name__}").info)
                 return PrepackedHummingMoEMethod(layer, state.folder(), state.manifest(), stored)
         return super().get_quant_method(layer, prefix)  # type: ignore[misc]
 

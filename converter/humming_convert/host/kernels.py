@@ -105,6 +105,7 @@ class KernelHost:
         yield found.jit_runtime.KernelRuntime, "_instances", {}
         yield found.jit_runtime.KernelRuntime, "prepare", self._recorder()
         yield found.jit_runtime.KernelRuntime, "compile_many", staticmethod(_one_by_one)
+        yield found.kernel_humming, "_cuda_compiler_version", lambda _: self.target.cuda
         yield gemm, "_str2kernel_cache", {}
         yield gemm, "_id2kernel", {}
         yield process_input, "_str2kernel_cache", {}
