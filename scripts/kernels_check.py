@@ -85,7 +85,7 @@ def serve(folder: Path, target: Path) -> None:
         return subprocess.run(*args, **kwargs)
 
     names = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "STDOUT")}
-    jit.subprocess = SimpleNamespace(run=counted, **names)  # type: ignore[attr-defined]
+    jit.subprocess = SimpleNamespace(run=counted, **names)
     result: Result = {"imported": time.perf_counter() - started}
 
     def phase(name: str, since: float, before: int) -> None:
@@ -140,7 +140,8 @@ class Check:
         seconds = round(time.perf_counter() - started, 2)
         if not target.is_file():
             return {"error": f"exit status {status}", "log": log.read_text(errors="replace")[-3000:], "wall": seconds}
-        return json.loads(target.read_text()) | {"wall": seconds}
+        found: Result = json.loads(target.read_text())
+        return found | {"wall": seconds}
 
     def model(self, name: str, packed: Path) -> None:
         """All runs of one model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,7 +107,7 @@ def test_every_number_of_rows_has_its_kernel(out: Path) -> None:
             config = modules.config.LayerConfig(**json.loads(entry.layer_config))
             rows = modules.tune.get_heuristics_config(config, gemm_type="indexed", device=0)
             assert (rows[0][0], rows[-1][1]) == (0, 1 << 30)
-            assert all(left[1] == right[0] for left, right in zip(rows, rows[1:], strict=False))
+            assert all(left[1] == right[0] for left, right in pairwise(rows))
             for _, _, tuning in rows:
                 chosen.add((config.to_str(), json.dumps({k: v for k, v in tuning.items() if k != "num_sms"})))
     assert len(gemms) == len(chosen) > 10

@@ -285,10 +285,7 @@ def test_kernels_of_the_hub_are_left_alone_and_said_so(host: Host, tmp_path: Pat
     ship(out, host.identity())
     assert offered(out) == (
         None,
-        [
-            f"{out}: its compiled kernels are not used: code from there runs only with "
-            "HUMMING_LOADER_TRUST_KERNELS=1"
-        ],
+        [f"{out}: its compiled kernels are not used: code from there runs only with HUMMING_LOADER_TRUST_KERNELS=1"],
     )
     assert host.ask() == "compiled here"
     host.monkeypatch.setenv(kernels.TRUST_VARIABLE, "1")

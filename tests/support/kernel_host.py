@@ -72,9 +72,7 @@ class Host:
     def ask(self, **changes: Foreign) -> Foreign:
         """Humming's request for the kernel: the path that it gets."""
         arguments: dict[str, Any] = {"code": SOURCE, "sm_version": "90a", "kernel_expr": EXPRESSION}
-        return self.compiler.compile(
-            **(arguments | {"disable_fast_math": True, "postprocess_cubin": None} | changes)
-        )
+        return self.compiler.compile(**(arguments | {"disable_fast_math": True, "postprocess_cubin": None} | changes))
 
     def identity(self) -> Identity:
         """What determines the kernel on this host as it is now."""
