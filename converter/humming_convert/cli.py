@@ -147,11 +147,13 @@ def convert(source: Path, out: Path, kernels: bool, **given: Any) -> None:  # no
         options, notes = resolve_options(source, out, **given)  # may import torch
     for note in notes:
         click.echo(note, err=True)
+    if kernels:
+        from humming_convert.kernels import KernelOptions, build_kernels, check_can_compile
+
+        check_can_compile(options.target)
     report = convert_checkpoint(options)
     click.echo(report.text())
     if kernels:
-        from humming_convert.kernels import KernelOptions, build_kernels
-
         click.echo(build_kernels(options.out, KernelOptions(workers=options.workers)).text())
 
 

@@ -24,7 +24,7 @@ def numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int
 @click.option("--device-name", default=None, help='The GPU that will serve, such as "NVIDIA H200".')
 @click.option("--device-facts", type=click.Path(path_type=Path), help="A JSON file about a GPU that is not known.")
 @click.option("--gemm-type", default="", help="Of indexed,grouped,grouped_masked.  [default: as vLLM chooses]")
-@click.option("--tp", callback=numbers, default="1", show_default=True, help="Tensor-parallel sizes to serve with.")
+@click.option("--tp", callback=numbers, default="", help="Tensor-parallel sizes to serve with.  [default: OUT's, or 1]")
 @click.option("--ep", callback=numbers, default="", help="Expert-parallel sizes to serve with.")
 @click.option("--top-k", type=click.IntRange(1), help="Experts of a token.  [default: config.json's]")
 @click.option("--workers", type=click.IntRange(1, 256), help="Kernels compiled at once.  [default: processors]")
@@ -52,7 +52,7 @@ def kernels(
             device_name=device_name,
             device_facts=device_facts,
             gemm_types=parse_gemm_types(gemm_type),
-            tp_sizes=tp,
+            tp_sizes=tp or (() if ep else None),
             ep_sizes=ep,
             top_k=top_k,
             workers=workers or default_workers(),

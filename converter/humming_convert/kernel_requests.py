@@ -13,6 +13,7 @@ from humming_convert.errors import Problem, UnsupportedError
 from humming_convert.host.foreign import Foreign
 from humming_convert.host.kernels import KernelHost
 from humming_loader.entries import LayerEntry, Manifest
+from humming_loader.parts import find_part, layer_names, tp_size_of
 from humming_loader.slicing import SublayerSlice, slice_layer
 
 GEMM_TYPES: dict[str, str] = {
@@ -65,20 +66,22 @@ class RankLayer:
 def rank_layers(manifest: Manifest, serving: Serving) -> list[RankLayer]:
     """Every different layer that any rank can have. Raises LoaderError for a number of ranks that cannot be."""
     found: dict[tuple[object, ...], RankLayer] = {}
-    for name, layer in manifest.layers.items():
-        for rank in _ranks(name, layer, serving):
+    for name in layer_names(manifest.layers):
+        for rank in _ranks(manifest, name, serving):
             found.setdefault(rank.key(), rank)
     return list(found.values())
 
 
-def _ranks(name: str, layer: LayerEntry, serving: Serving) -> Iterator[RankLayer]:
+def _ranks(manifest: Manifest, name: str, serving: Serving) -> Iterator[RankLayer]:
     for size in serving.tp_sizes:
-        part = slice_layer(name, layer, tp_rank=0, tp_size=size)
-        yield _rank(layer, part.sublayers, layer.num_experts, is_expert_parallel=False)
+        for rank in range(size if tp_size_of(manifest.layers) > 1 else 1):  # the ranks of one whole layer are alike
+            layer = find_part(manifest, name, rank, size)
+            part = slice_layer(name, layer, tp_rank=rank, tp_size=size)
+            yield _rank(layer, part.sublayers, layer.num_experts, is_expert_parallel=False)
     for size in serving.ep_sizes:
-        if not 1 <= size <= layer.num_experts:
-            found = f"{size}"
-            raise UnsupportedError([Problem("--ep", f"numbers from 1 to {layer.num_experts}, the experts", found)])
+        layer = find_part(manifest, name, 0, 1)
+        if size > layer.num_experts:
+            raise UnsupportedError([Problem("--ep", f"at most {layer.num_experts}, the experts", f"{size}")])
         fewest = layer.num_experts // size
         for count in {fewest, fewest + bool(layer.num_experts % size)}:
             part = slice_layer(name, layer, experts=range(count))

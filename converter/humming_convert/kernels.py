@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from humming_convert.device_facts import find_facts
 from humming_convert.errors import Problem, UnsupportedError
@@ -31,20 +31,27 @@ from humming_loader.kernel_entries import (
     to_json,
 )
 from humming_loader.manifest import PRODUCER
+from humming_loader.parts import tp_size_of
+
+if TYPE_CHECKING:
+    from humming_convert.kernel_requests import Serving
 
 _TOP_K_FIELDS = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_top_k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelOptions:
-    """What to compile for: the GPU by name or by a file of facts, ways of grouping (empty: vLLM's own choice), numbers
-    of tensor- and expert-parallel ranks, experts of a token (None: config.json's); `workers` compile at once.
+    """What to compile for.
+
+    The GPU by name or by a file of facts; ways of grouping (empty: vLLM's own choice); numbers of tensor-parallel (None:
+    what it was packed for, mostly 1) and expert-parallel ranks; experts of a token (None: config.json's). `workers`
+    compile at once.
     """
 
     device_name: str | None = None
     device_facts: Path | None = None
     gemm_types: tuple[str, ...] = ()
-    tp_sizes: tuple[int, ...] = (1,)
+    tp_sizes: tuple[int, ...] | None = None
     ep_sizes: tuple[int, ...] = ()
     top_k: int | None = None
     workers: int = 1
@@ -88,9 +95,10 @@ def build_kernels(out: Path, options: KernelOptions, target: Target | None = Non
     made_for = Target(manifest.target.sm, manifest.target.cuda, manifest.target.is_ppu)
     _check_target(manifest, made_for, target)
     facts = find_facts(made_for, options.device_name, options.device_facts)
+    tp_sizes = (tp_size_of(manifest.layers),) if options.tp_sizes is None else options.tp_sizes
     serving = Serving(
-        gemm_types=options.gemm_types or _usual_types(options),
-        tp_sizes=options.tp_sizes,
+        gemm_types=options.gemm_types or _usual_types(tp_sizes, options.ep_sizes),
+        tp_sizes=tp_sizes,
         ep_sizes=options.ep_sizes,
         top_k=options.top_k or _top_k(out),
     )
@@ -110,7 +118,7 @@ def build_kernels(out: Path, options: KernelOptions, target: Target | None = Non
                     KernelEntry(request.kind, FileEntry(f"{KERNELS_FOLDER}/{name}", len(cubin), digest), identity)
                 )
                 progress.advance(len(request.source))
-            document = _manifest(manifest, facts, serving.gemm_types, options, entries)
+            document = _manifest(manifest, facts, serving, entries)
             staging.commit(to_json(document))
     return KernelReport(
         out=out,
@@ -122,6 +130,14 @@ def build_kernels(out: Path, options: KernelOptions, target: Target | None = Non
         seconds=time.perf_counter() - start,
         notes=tuple(notes),
     )
+
+
+def check_can_compile(target: Target) -> None:
+    """Raises UnsupportedError unless kernels for `target`'s GPU, as far as it is known, can be compiled here."""
+    from humming_convert.host.kernels import KernelHost
+
+    with KernelHost(target, find_facts(target, None, None)) as host:
+        host.toolchain()
 
 
 def _check_target(manifest: Manifest, made_for: Target, asked: Target | None) -> None:
@@ -143,9 +159,9 @@ def parse_gemm_types(text: str) -> tuple[str, ...]:
     return names
 
 
-def _usual_types(options: KernelOptions) -> tuple[str, ...]:
+def _usual_types(tp_sizes: tuple[int, ...], ep_sizes: tuple[int, ...]) -> tuple[str, ...]:
     """What vLLM takes by itself: grouped with expert parallelism, indexed without."""
-    return (("indexed",) if options.tp_sizes else ()) + (("grouped",) if options.ep_sizes else ())
+    return (("indexed",) if tp_sizes else ()) + (("grouped",) if ep_sizes else ())
 
 
 def _top_k(out: Path) -> int | None:
@@ -163,11 +179,7 @@ def _top_k(out: Path) -> int | None:
 
 
 def _manifest(
-    manifest: Manifest,
-    facts: Mapping[str, Any],
-    gemm_types: tuple[str, ...],
-    options: KernelOptions,
-    entries: list[KernelEntry],
+    manifest: Manifest, facts: Mapping[str, Any], serving: Serving, entries: list[KernelEntry]
 ) -> KernelsManifest:
     return KernelsManifest(
         format_version=FORMAT_VERSION,
@@ -175,8 +187,8 @@ def _manifest(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         target=manifest.target,
         device=dict(facts),
-        gemm_types=gemm_types,
-        parallel={"tp": list(options.tp_sizes), "ep": list(options.ep_sizes)},
+        gemm_types=serving.gemm_types,
+        parallel={"tp": list(serving.tp_sizes), "ep": list(serving.ep_sizes)},
         kernels=tuple(entries),
     )
 

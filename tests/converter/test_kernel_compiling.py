@@ -25,7 +25,7 @@ from humming_convert.options import ConvertOptions
 from humming_convert.pipeline import convert_checkpoint
 from humming_convert.target import Target
 from humming_convert.verify_output import read_manifest
-from humming_loader.errors import ParallelismError
+from humming_loader.errors import ParallelismError, PreshardedError
 from humming_loader.kernel_entries import KERNELS_FOLDER, KERNELS_MANIFEST, Identity, from_json
 
 H200 = KNOWN["NVIDIA H200"]
@@ -164,8 +164,18 @@ def test_shapes_of_every_rank(out: Path) -> None:
     assert shapes == {(1024, 512, 8), (512, 256, 8), (256, 128, 8), (1024, 512, 2), (1024, 512, 3)}
     with pytest.raises(ParallelismError):
         rank_layers(manifest, Serving(("indexed",), tp_sizes=(3,)))
-    with pytest.raises(UnsupportedError, match="--ep: expected numbers from 1 to 8, the experts, found 9"):
+    with pytest.raises(UnsupportedError, match="--ep: expected at most 8, the experts, found 9"):
         rank_layers(manifest, Serving(("grouped",), ep_sizes=(9,)))
+
+
+def test_experts_that_were_cut_before_they_were_packed(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "qwen3_moe", "fp8_block", hidden=512, intermediate=512)
+    convert_checkpoint(ConvertOptions(source=source, out=tmp_path / "OUT", target=Target(90), tp_size=2))
+    manifest = read_manifest(tmp_path / "OUT")
+    ranks = rank_layers(manifest, Serving(("indexed",), tp_sizes=(2,)))
+    assert [(rank.w13.shape_n, rank.w2.shape_k) for rank in ranks] == [(512, 256)]
+    with pytest.raises(PreshardedError):
+        rank_layers(manifest, Serving(("indexed",), tp_sizes=(1,)))
 
 
 def test_the_same_question_has_the_same_answer(out: Path) -> None:
@@ -247,6 +257,7 @@ def test_kernels_lie_beside_the_experts(nvrtc: SimpleNamespace, tmp_path: Path) 
     assert {path.relative_to(out).as_posix() for path in (out / KERNELS_FOLDER).iterdir()} == set(manifest.files())
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert run("verify", out).exit_code == 0
+    assert (manifest.gemm_types, dict(manifest.parallel)) == (("indexed",), {"tp": [1], "ep": []})
     again = run("kernels", out, "--gemm-type", "indexed,grouped", "--tp", "1,2", "--ep", "2")
     assert again.exit_code == 0, again.output
     more = from_json((out / KERNELS_MANIFEST).read_bytes())
@@ -287,6 +298,18 @@ def test_convert_compiles_when_asked(nvrtc: SimpleNamespace, tmp_path: Path) -> 
     result = run("convert", source, tmp_path / "OUT", "--target", "sm90", "--kernels")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "OUT" / KERNELS_MANIFEST).is_file()
+
+
+def test_convert_looks_for_the_compiler_first(
+    nvrtc: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(self: KernelHost) -> None:
+        raise UnsupportedError([])
+
+    monkeypatch.setattr(KernelHost, "toolchain", missing)
+    source = make_checkpoint(tmp_path / "source", "qwen3_moe", "fp8_block", hidden=512, intermediate=512)
+    assert run("convert", source, tmp_path / "OUT", "--target", "sm90", "--kernels").exit_code == 1
+    assert not (tmp_path / "OUT").exists()
 
 
 def test_a_failing_run_leaves_the_kernels_that_were_there(nvrtc: SimpleNamespace, tmp_path: Path) -> None:
