@@ -43,9 +43,9 @@ _TOP_K_FIELDS = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_to
 class KernelOptions:
     """What to compile for.
 
-    The GPU by name or by a file of facts; ways of grouping (empty: vLLM's own choice); numbers of tensor-parallel (None:
-    what it was packed for, mostly 1) and expert-parallel ranks; experts of a token (None: config.json's). `workers`
-    compile at once.
+    The GPU by name or by a file of facts; ways of grouping (empty: vLLM's own choice); numbers of tensor-parallel
+    (None: what it was packed for, mostly 1) and expert-parallel ranks; experts of a token (None: config.json's).
+    `workers` compile at once.
     """
 
     device_name: str | None = None
