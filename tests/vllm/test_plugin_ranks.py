@@ -1,4 +1,4 @@
-"""Experts packed for tensor-parallel ranks in vLLM 0.33 without a GPU, and what its own loaders leave on such a rank."""
+"""Experts packed for tensor-parallel ranks in vLLM 0.33 without a GPU, and what its loaders leave on such a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from scripts.serve_models import MODELS, write_model
 from tests.support.vllm_layers import layer_of, parallel_config, quant_config
 
-from humming_convert.host.target import emulate
 from humming_convert.options import ConvertOptions
 from humming_convert.pipeline import convert_checkpoint
 from humming_convert.target import Target
@@ -63,7 +62,7 @@ def test_a_rank_has_the_bytes_of_its_own_file(
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": (0, 4)}, {"ep": (0, 2)}])
 def test_other_sizes_and_expert_parallelism_are_refused(
-    serving: SimpleNamespace, cut: dict[str, Path], on_gpu: SimpleNamespace, parallel: dict[str, tuple[int, int]]
+    serving: SimpleNamespace, cut: dict[str, Path], on_gpu: SimpleNamespace, parallel: dict[str, Any]
 ) -> None:
     folder = cut["qwen3-ct-int4"]
     on_gpu.know(read_manifest(folder))
