@@ -141,7 +141,8 @@ class StackReader:
     def _fill_fused(self, experts: range, out: torch.Tensor) -> None:
         headers = (self._headers[part.source] for part in self._tensor.parts)
         values = [self._through_steps(self._value(header, experts)) for header in headers]
-        _place(values, out, 1 + self._tensor.axis, is_interleaved=self._tensor.is_interleaved)
+        # One number per expert has no other axis.
+        _place(values, out, min(1 + self._tensor.axis, out.ndim - 1), is_interleaved=self._tensor.is_interleaved)
 
     def _through_steps(self, value: torch.Tensor) -> torch.Tensor:
         for step in self._tensor.steps:
