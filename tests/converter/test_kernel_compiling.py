@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,14 @@ def test_gpt_oss_has_its_own_activation(gpt_oss: Path) -> None:
     sources = process_sources(requests_of(gpt_oss, Serving(("indexed",)))[0])
     assert sources
     assert all("BinaryInterleaved" in source and "-(1.702f) * gate" in source for source in sources)
+
+
+def test_an_activation_that_is_not_known_is_left_to_the_serving_host(out: Path) -> None:
+    with KernelHost(Target(90), H200) as host:
+        layers = rank_layers(read_manifest(out), Serving(("indexed",)))
+        notes = ask(host, [replace(layer, activation_function="situ") for layer in layers], Serving(("indexed",)))
+        assert notes == ["activation situ: its kernel is compiled where the checkpoint is served"]
+        assert {request.kind for request in host.requests()} == {"gemm"}
 
 
 def test_quantized_activations_are_quantized_before_both_sublayers(fp8_activations: Path) -> None:
