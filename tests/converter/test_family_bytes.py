@@ -75,6 +75,7 @@ def variants(draw: st.DrawFn) -> tuple[Case, str, str, int, int, str]:
     return case, format, naming, shards, seed, "model." if prefix is None else prefix
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(variant=variants())
 def test_same_bytes_in_every_form(variant: tuple[Case, str, str, int, int, str]) -> None:

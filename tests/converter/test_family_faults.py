@@ -48,7 +48,7 @@ def chosen(draw: st.DrawFn) -> Chosen:
     return Chosen(case, format, draw(st.sampled_from(names)))
 
 
-slow = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+examples = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def refused(folder: Path, case: Case, format: str, tensors: Tensors) -> str:
@@ -64,7 +64,8 @@ def layer_of(case: Case, name: str) -> str:
     return name[: name.index("layers.") + len("layers.0.")]
 
 
-@slow
+@pytest.mark.slow
+@examples
 @given(one=chosen())
 def test_removed(one: Chosen, tmp_path_factory: pytest.TempPathFactory) -> None:
     (case, format, name), tensors = one, one.tensors()
@@ -75,7 +76,8 @@ def test_removed(one: Chosen, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert layer_of(case, name) in text
 
 
-@slow
+@pytest.mark.slow
+@examples
 @given(one=chosen(), ending=st.sampled_from(["x", "_2", ".weight"]))
 def test_renamed(one: Chosen, ending: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     (case, format, name), tensors = one, one.tensors()
@@ -86,7 +88,8 @@ def test_renamed(one: Chosen, ending: str, tmp_path_factory: pytest.TempPathFact
         assert name in text
 
 
-@slow
+@pytest.mark.slow
+@examples
 @given(one=chosen())
 def test_in_two_files(one: Chosen, tmp_path_factory: pytest.TempPathFactory) -> None:
     # Grok-2 was published so: one name in several files, each with a slice; the last one must not win.
@@ -101,7 +104,8 @@ def test_in_two_files(one: Chosen, tmp_path_factory: pytest.TempPathFactory) -> 
     assert f"tensor {name}: " in str(raised.value)
 
 
-@slow
+@pytest.mark.slow
+@examples
 @given(one=chosen())
 def test_under_two_names(one: Chosen, tmp_path_factory: pytest.TempPathFactory) -> None:
     (case, format, name), tensors = one, one.tensors()
