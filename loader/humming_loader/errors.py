@@ -131,3 +131,12 @@ class KernelError(LoaderError):
     def __init__(self, where: str, expected: str, found: str) -> None:
         self.where = where
         super().__init__(f"{where}: expected {expected}, found {found}")
+
+
+class HubError(LoaderError):
+    """What the Hugging Face Hub, or the way to it, answered: `found` is its reason, `hint` what to do."""
+
+    def __init__(self, where: str, found: str, hint: str = "") -> None:
+        self.found = found
+        self.hint = hint
+        super().__init__(f"{where}: the Hub says: {found}" + (f"; {hint}" if hint else ""))

@@ -21,6 +21,7 @@ import torch
 from humming_loader.dtypes import dtype_info
 from humming_loader.entries import TensorEntry
 from humming_loader.errors import ChecksumError, TensorError
+from humming_loader.hub import fetch_missing
 from humming_loader.reader import ExpertsFile
 from humming_loader.slicing import TensorSlice
 from humming_loader.staging import BUFFER_BYTES as BUFFER_BYTES
@@ -50,18 +51,17 @@ def wants_verification(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def fill(root: Path, moves: Sequence[Move], *, verify: bool | None = None, workers: int = WORKERS) -> None:
-    """Read every move's tensor from the experts files below `root`.
+    """Read every move's tensor from the experts files below `root`; what a snapshot of the Hub lacks is downloaded.
 
-    Raises FileError, TensorError (a header that the manifest does not describe, a target of another shape) or, with
-    `verify` (None: as HUMMING_LOADER_VERIFY says), ChecksumError before any byte reaches a target.
+    Raises HubError, FileError, TensorError (a header that the manifest does not describe, a target of another shape)
+    or, with `verify` (None: as HUMMING_LOADER_VERIFY says), ChecksumError before any byte reaches a target.
     """
     for move in moves:
         _check_target(move)
+    names = list(dict.fromkeys(move.part.entry.file for move in moves))
+    fetch_missing(root, names)
     with ExitStack() as stack:
-        files = {
-            name: stack.enter_context(ExpertsFile(root / name))
-            for name in dict.fromkeys(move.part.entry.file for move in moves)
-        }
+        files = {name: stack.enter_context(ExpertsFile(root / name)) for name in names}
         for move in moves:
             files[move.part.entry.file].check(move.part.entry)
         with ThreadPoolExecutor(workers, thread_name_prefix="humming-load") as pool:

@@ -19,6 +19,7 @@ from humming_loader.checkpoint import cached_manifest, find_output, manifest_sta
 from humming_loader.entries import Manifest
 from humming_loader.errors import ServingError
 from humming_loader.parts import layer_names
+from humming_loader.hub import repository_of
 from humming_loader.vllm_compat import QuantizationConfig
 
 METHOD = "humming_prepacked"
@@ -104,9 +105,14 @@ class PrepackedMixin:
         self.__class__ = type(fresh)
         if kept is not None:
             self.online_quantization_config = kept
-        # A repository keeps its name: another node has it elsewhere.
-        model = str(found.absolute()) if Path(model_name).is_dir() else model_name
-        self.humming_prepacked = replace(self.humming_prepacked, model=model, revision=revision)
+        # A repository keeps its name: another node has it elsewhere. The commit is kept: every process has the same.
+        is_local = Path(model_name).is_dir()
+        repository = None if is_local else repository_of(found)
+        self.humming_prepacked = replace(
+            self.humming_prepacked,
+            model=str(found.absolute()) if is_local else model_name,
+            revision=repository.commit if repository is not None else revision,
+        )
         super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:  # noqa: ANN401 - pickle's signature

@@ -156,3 +156,10 @@ def load_format() -> str:
     """The load format of the model that is being built; empty outside of that."""
     config = _find("get_current_vllm_config_or_none")()
     return "" if config is None else str(config.load_config.load_format)
+
+
+def download_dir() -> str | None:
+    """Where vLLM was told to keep what it downloads; None: nowhere in particular, or no model is being built."""
+    config = _find("get_current_vllm_config_or_none")()
+    found = None if config is None else config.load_config.download_dir
+    return str(found) if found else None
