@@ -20,6 +20,7 @@ import click
 from humming_convert import cli_kernels, interrupts
 from humming_convert.activation import DESCRIPTIONS, NAMES
 from humming_convert.errors import ConvertError, OutputError, is_out_of_memory
+from humming_convert.hub_id import HubId, parse_source
 from humming_loader._version import __version__
 from humming_loader.errors import LoaderError
 from humming_loader.slicing import LARGEST_TP
@@ -91,8 +92,18 @@ def main() -> None:
     """
 
 
+class Source(click.ParamType):  # type: ignore[type-arg] # generic in newer versions of Click only
+    """A path, or `ORG/NAME[@REVISION]` of the Hub."""
+
+    name = "source"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | HubId:  # noqa: ANN401
+        """What the text names; nothing is looked up on the Hub yet."""
+        return parse_source(value) if isinstance(value, str) else value
+
+
 @main.command()
-@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+@click.argument("source", metavar="SRC", type=Source())
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option(
     "--target",
@@ -136,9 +147,12 @@ def main() -> None:
     help="Cut the source for this many tensor-parallel ranks before packing; OUT then serves that size alone.",
 )
 @click.option("--kernels", is_flag=True, help="Also compile the kernels; see `humming-convert kernels --help`.")
+@click.option("--low-disk", is_flag=True, help="Of a repository, keep only the files that layers under way need.")
+@click.option("--push", metavar="ORG/NAME", help="Upload every file as soon as it is finished; one commit at the end.")
+@click.option("--private", is_flag=True, help="With --push: make a private repository.")
 @reports_errors
-def convert(source: Path, out: Path, kernels: bool, **given: Any) -> None:  # noqa: ANN401 - Click's own values
-    """Convert SRC, a .safetensors file or a model folder, into the new folder OUT."""
+def convert(source: Path | HubId, out: Path, kernels: bool, **given: Any) -> None:  # noqa: ANN401 - Click's own values
+    """Convert SRC, a .safetensors file, a model folder or ORG/NAME[@REVISION] of the Hub, into the new folder OUT."""
     gc.disable()  # until the plan is made; see humming_convert.layers
     with interrupts.held_back():
         from humming_convert.pipeline import convert_checkpoint
@@ -158,7 +172,7 @@ def convert(source: Path, out: Path, kernels: bool, **given: Any) -> None:  # no
 
 
 @main.command()
-@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+@click.argument("source", metavar="SRC", type=Source())
 @click.option("--activation", type=click.Choice(NAMES), default="a16", show_default=True)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]))
 @click.option("--quant-config", type=click.Path(path_type=Path))
@@ -166,7 +180,7 @@ def convert(source: Path, out: Path, kernels: bool, **given: Any) -> None:  # no
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reports_errors
 def plan(
-    source: Path, activation: str, dtype: str | None, quant_config: Path | None, tp: int, as_json: bool
+    source: Path | HubId, activation: str, dtype: str | None, quant_config: Path | None, tp: int, as_json: bool
 ) -> None:
     """Show what would be converted and what passed through, from headers alone."""
     from humming_convert.plan_build import build_plan
@@ -196,7 +210,7 @@ def inspect(path: Path, as_json: bool) -> None:
 @click.option(
     "--source",
     metavar="SRC",
-    type=click.Path(path_type=Path),
+    type=Source(),
     help="Compare with the checkpoint it was made from.",
 )
 @click.option(
@@ -205,7 +219,7 @@ def inspect(path: Path, as_json: bool) -> None:
     help="With --source: the JSON file that was given to convert.",
 )
 @reports_errors
-def verify(out: Path, source: Path | None, quant_config: Path | None) -> None:
+def verify(out: Path, source: Path | HubId | None, quant_config: Path | None) -> None:
     """Check OUT against its manifest, and with --source against the checkpoint, value by value."""
     with interrupts.held_back():
         from humming_convert.progress import byte_progress
@@ -215,6 +229,26 @@ def verify(out: Path, source: Path | None, quant_config: Path | None) -> None:
         raise OutputError(f"{out}: expected a folder that humming-convert wrote, found none")
     with byte_progress("verifying") as progress:
         report = verify_output(out, source, quant_config=quant_config, progress=progress)
+    click.echo(report.text())
+
+
+@main.command()
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("repo", metavar="ORG/NAME")
+@click.option("--private", is_flag=True, help="Make a private repository, if it has to be made.")
+@click.option("--revision", metavar="BRANCH", help="Push to this branch.  [default: main]")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of changing the branch.")
+@click.option("--dry-run", is_flag=True, help="Check everything, say what would be sent, and send nothing.")
+@reports_errors
+def push(out: Path, repo: str, **given: Any) -> None:  # noqa: ANN401 - Click's own values
+    """Publish OUT on the Hub, in one commit. Run again after a failure, it sends only what is missing."""
+    with interrupts.held_back():
+        from humming_convert.progress import byte_progress
+        from humming_convert.publish import push as push_output
+        from humming_convert.resolve import push_options
+
+    with byte_progress("checking") as progress:
+        report = push_output(out, push_options(repo, **given), progress)
     click.echo(report.text())
 
 

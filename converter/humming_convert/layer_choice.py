@@ -82,7 +82,7 @@ def choose_layers(
     if last is not None and not building.checkpoint.is_single_file:
         check_layers_present(family, config, [name.layer for name in inside], last, building.broken)
     if not chosen and not building.broken:
-        source = building.checkpoint.root.name
+        source = building.checkpoint.name
         raise NothingToConvertError(
             f"nothing to convert: {source}: no quantized experts of {family.name}; " + "; ".join(building.notes)
         )

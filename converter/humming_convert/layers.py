@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -37,8 +37,11 @@ def convert_layers(
     payload: Payload,
     folder: OutputFolder,
     progress: ByteProgress,
+    finished: Callable[[int, str], None] | None = None,
 ) -> dict[str, LayerEntry]:
     """Write one experts file for each layer of `plan`, or each rank's part of it; the manifest's entries by name.
+
+    `finished` is told the number and the file of each layer in order, once the file is complete.
 
     Raises UnsupportedError for everything that Humming cannot take before any payload is read, CheckpointError for
     values that cannot be, OutputError when writing fails.
@@ -82,6 +85,12 @@ def convert_layers(
 
         under_way: deque[experts_file.LayerWriting] = deque()
         entries: list[LayerEntry] = []
+
+        def take_finished() -> None:
+            entries.append(under_way.popleft().entry.result())
+            if finished is not None:
+                finished(len(entries) - 1, names[len(entries) - 1])
+
         try:
             begun = preparer.submit(prepare, 0)
             for index, layer in enumerate(parts):
@@ -90,11 +99,13 @@ def convert_layers(
                     begun = preparer.submit(prepare, index + 1)
                 # One layer more than the lanes can take: a lane that is done finds the next sublayer waiting.
                 while len(under_way) > lanes // _SUBLAYERS:
-                    entries.append(under_way.popleft().entry.result())
+                    take_finished()
                 progress.label(layer.layer_name)
                 under_way.append(experts_file.write_layer(current, setting, folder.path(names[index]), progress))
-            entries += [writing.entry.result() for writing in under_way]
+            while under_way:
+                take_finished()
         except BaseException:
+            payload.stop()  # or leaving would wait for files that are still to come
             for writing in under_way:
                 writing.writer.stop()  # or leaving would wait until these layers are written
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,25 +18,34 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h
 
 def list_weight_files(root: Path) -> tuple[tuple[str, ...], dict[str, str] | None]:
     """Names of the weight files in order, and the index's weight map if there is an index."""
-    present = sorted(entry.name for entry in root.iterdir() if entry.name.endswith(".safetensors"))
-    indexes = sorted(entry.name for entry in root.iterdir() if entry.name.endswith(INDEX_SUFFIX))
+    names = [entry.name for entry in root.iterdir()]
+    return choose_weight_files(names, str(root), lambda name: read_json(root / name, name))
+
+
+def choose_weight_files(
+    names: Iterable[str], where: str, read: Callable[[str], dict[str, Any]]
+) -> tuple[tuple[str, ...], dict[str, str] | None]:
+    """What `list_weight_files` says of a folder that holds `names`; `read` is asked for the index only."""
+    names = tuple(names)
+    present = sorted(name for name in names if name.endswith(".safetensors"))
+    indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
     if not indexes:
         if len(present) == 1:
             return tuple(present), None
         expected = "one .safetensors file, or several with a model.safetensors.index.json"
         found = f"{len(present)} .safetensors files and no index"
         hint = "fetch the index too" if present else "this is no safetensors checkpoint"
-        raise CheckpointError([Problem(str(root), expected, found, hint)])
+        raise CheckpointError([Problem(where, expected, found, hint)])
     if len(indexes) > 1 and DEFAULT_INDEX not in indexes:
-        raise CheckpointError([Problem(str(root), "one index", ", ".join(indexes), "move the others away")])
+        raise CheckpointError([Problem(where, "one index", ", ".join(indexes), "move the others away")])
     index_name = DEFAULT_INDEX if DEFAULT_INDEX in indexes else indexes[0]
-    weight_map = _weight_map(read_json(root / index_name, index_name), index_name)
-    names = sorted(set(weight_map.values()))
-    strays = [name for name in present if name not in names]
+    weight_map = _weight_map(read(index_name), index_name)
+    used = sorted(set(weight_map.values()))
+    strays = [name for name in present if name not in used]
     if strays:
         hint = f"move away what is not part of the model, or fetch the {index_name} that belongs to it"
         raise CheckpointError([Problem(name, f"to be named by {index_name}", "no entry", hint) for name in strays])
-    return tuple(names), weight_map
+    return tuple(used), weight_map
 
 
 def index_naming(path: Path) -> str:
@@ -53,16 +63,16 @@ def index_naming(path: Path) -> str:
 
 def side_files_of(root: Path) -> tuple[str, ...]:
     """Names of the files that are copied: no weights, no index, no config.json, nothing hidden."""
-    return tuple(
-        sorted(
-            entry.name
-            for entry in root.iterdir()
-            if entry.is_file()
-            and not entry.name.startswith(".")
-            and entry.suffix not in _WEIGHT_SUFFIXES
-            and not entry.name.endswith(".index.json")
-            and entry.name != "config.json"
-        )
+    return tuple(sorted(entry.name for entry in root.iterdir() if entry.is_file() and is_kept(entry.name)))
+
+
+def is_kept(name: str) -> bool:
+    """Whether a plain file of this name, in the folder itself, is copied."""
+    return (
+        not name.startswith(".")
+        and PurePosixPath(name).suffix not in _WEIGHT_SUFFIXES
+        and not name.endswith(".index.json")
+        and name != "config.json"
     )
 
 

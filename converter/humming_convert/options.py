@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from humming_convert.errors import Problem, UnsupportedError
+from humming_convert.hub_destination import PushOptions
+from humming_convert.hub_id import HubId
 from humming_convert.target import Target
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -32,9 +34,10 @@ class ConvertOptions:
     `device` is `cpu` or `cuda[:i]`; `dtype` is the parameter dtype (None: the checkpoint's own);
     `max_shard_bytes` bounds each file of passed-through tensors; `workers` converts that many slices at once.
     `tp_size` above 1 packs each tensor-parallel rank's part for itself.
+    `low_disk` keeps no more of a repository on the disk than the layers under way need; `push` publishes the output.
     """
 
-    source: Path
+    source: Path | HubId
     out: Path
     target: Target
     activation: str = "a16"
@@ -46,6 +49,8 @@ class ConvertOptions:
     workers: int = 1
     hash_source: bool = False
     tp_size: int = 1
+    low_disk: bool = False
+    push: PushOptions | None = None
 
 
 def parse_size(text: str) -> int:

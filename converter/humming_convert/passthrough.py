@@ -73,15 +73,16 @@ def write_passthrough(
     max_shard_bytes: int,
     progress: Progress | None = None,
 ) -> Passthrough:
-    """Copy `tensors` into shards in `folder`, with an index if there are several; what was written.
+    """Copy `tensors` into shards in `folder`, with an index; what was written.
 
+    A single shard has an index too: vLLM downloads only the files that one names, and all others without one.
     `progress` is told the bytes of every piece. Raises OutputError; `reader` raises CheckpointError.
     """
     specs = {spec.name: spec for spec in tensors}
     shards = plan_shards(((spec.name, spec.nbytes) for spec in tensors), max_shard_bytes)
     total = sum(spec.nbytes for spec in tensors)
     files = [_write_shard(shard, specs, reader, folder, progress) for shard in shards]
-    if len(shards) > 1:
+    if shards:
         weight_map = {name: shard.file for shard in shards for name in shard.names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         text = json.dumps(index, indent=2) + "\n"

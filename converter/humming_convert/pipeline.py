@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -13,15 +14,18 @@ from humming_convert import model_card
 from humming_convert.collector import paused
 from humming_convert.errors import CheckpointError, Problem
 from humming_convert.hf_config import converted_config
+from humming_convert.hub_source import fetch_side_files
 from humming_convert.interrupts import held_back
+from humming_convert.model_card import CARD
 from humming_convert.options import ConvertOptions
 from humming_convert.output import OutputFolder
-from humming_convert.passthrough import copy_side_files, write_passthrough
+from humming_convert.passthrough import Reader, copy_side_files, write_passthrough
 from humming_convert.plan import ConversionPlan
 from humming_convert.plan_build import build_plan
 from humming_convert.progress import ByteProgress, byte_progress
-from humming_convert.provenance import SourceHasher
-from humming_convert.source import Checkpoint, Payload, is_unchanged, open_checkpoint
+from humming_convert.publish import PushReport, StreamingUpload
+from humming_convert.source import Checkpoint, is_unchanged, open_checkpoint
+from humming_convert.source_access import SourceAccess, open_access
 from humming_convert.writer import TensorSpec
 from humming_loader._version import __version__
 from humming_loader.dtypes import tensor_nbytes
@@ -37,7 +41,6 @@ from humming_loader.entries import (
 )
 from humming_loader.manifest import FORMAT_VERSION, PRODUCER, to_json
 
-CARD = "README.md"
 RATE_BYTES = 500_000_000
 
 
@@ -56,6 +59,7 @@ class ConversionReport:
     tp_size: int
     humming_version: str
     notes: tuple[str, ...]
+    published: PushReport | None = None
 
     def text(self) -> str:
         """A few lines for a terminal."""
@@ -69,6 +73,8 @@ class ConversionReport:
             f"{self.passthrough_tensors} tensors passed through ({self.passthrough_bytes / 1e6:.1f} MB), "
             f"{self.seconds:.1f} s{rate}"
         )
+        if self.published is not None:
+            lines.append(self.published.text())
         return "\n".join(lines)
 
 
@@ -86,16 +92,28 @@ def _convert_checkpoint(options: ConvertOptions) -> ConversionReport:
     start = time.perf_counter()
     checkpoint = open_checkpoint(options.source, options.quant_config)
     plan = build_plan(checkpoint, activation=options.activation, dtype=options.dtype, tp_size=options.tp_size)
-    source_root = options.source if checkpoint.is_single_file else checkpoint.root
+    source_root = checkpoint.root / checkpoint.files[0].name if checkpoint.is_single_file else checkpoint.root
     total = sum(header.nbytes for header in checkpoint.tensors.values())
-    hashed = [file.name for file in checkpoint.files] if options.hash_source else []
     with OutputFolder(options.out, source_root=source_root, overwrite=options.overwrite) as folder:
         folder.require_space(total)
         with (
+            _upload(options) as upload,
             byte_progress("converting") as progress,
-            Payload(checkpoint) as payload,
-            SourceHasher(checkpoint.root, hashed) as hasher,
+            open_access(
+                checkpoint,
+                plan,
+                folder.out,
+                hash_source=options.hash_source,
+                low_disk=options.low_disk,
+                workers=options.workers,
+            ) as access,
         ):
+
+            def finished(number: int, name: str) -> None:
+                access.layer_finished(number)
+                if upload is not None:
+                    upload.add(name, folder.path(name))
+
             # torch and Humming are imported only now: bad input is refused at once, and the source is hashed meanwhile.
             with held_back():
                 from humming_convert.host.target import humming
@@ -103,14 +121,19 @@ def _convert_checkpoint(options: ConvertOptions) -> ConversionReport:
 
                 humming()
             progress.total(total)
-            layers = convert_layers(plan, options, checkpoint, payload, folder, progress)
-            passed = _copy_tensors(plan, checkpoint, payload, folder, options, progress)
+            layers = convert_layers(plan, options, checkpoint, access.payload, folder, progress, finished)
+            access.finish_layers()
+            passed = _copy_tensors(plan, checkpoint, access.reader, folder, options, progress)
             progress.label("hashing the source")
-            digests = _digests(hasher, checkpoint)
-        _refuse_changed_source(checkpoint)
-        side_files = _write_side_files(plan, checkpoint, folder, options)
-        manifest = _manifest(plan, checkpoint, options, layers, passed, side_files, digests)
-        folder.commit(to_json(manifest))
+            digests = _digests(access, checkpoint)
+            _refuse_changed_source(checkpoint)
+            side_files = _write_side_files(plan, checkpoint, folder, options, layers, passed)
+            manifest = _manifest(plan, checkpoint, options, layers, passed, side_files, digests)
+            if upload is not None:
+                progress.label(f"sending to {upload.repo}")
+                upload.sent()  # before the files change their place
+            folder.commit(to_json(manifest))
+            published = upload.finish(folder.out, manifest) if upload is not None else None
     return ConversionReport(
         out=options.out,
         layers=len(plan.layers),
@@ -123,7 +146,18 @@ def _convert_checkpoint(options: ConvertOptions) -> ConversionReport:
         tp_size=plan.tp_size,
         humming_version=manifest.humming_version,
         notes=plan.notes,
+        published=published,
     )
+
+
+@contextmanager
+def _upload(options: ConvertOptions) -> Iterator[StreamingUpload | None]:
+    """The upload beside the conversion, if one was asked for. Raises HubError or OutputError before any long work."""
+    if options.push is None:
+        yield None
+        return
+    with StreamingUpload(options.push) as upload:
+        yield upload
 
 
 def packed_bytes(layers: Mapping[str, LayerEntry]) -> int:
@@ -139,7 +173,7 @@ def packed_bytes(layers: Mapping[str, LayerEntry]) -> int:
 def _copy_tensors(
     plan: ConversionPlan,
     checkpoint: Checkpoint,
-    payload: Payload,
+    reader: Reader,
     folder: OutputFolder,
     options: ConvertOptions,
     progress: ByteProgress,
@@ -148,13 +182,13 @@ def _copy_tensors(
     headers = [checkpoint.tensors[name] for name in plan.passthrough]
     specs = [TensorSpec(header.name, header.dtype, header.shape) for header in headers]
     return write_passthrough(
-        specs, payload, folder.path(""), max_shard_bytes=options.max_shard_bytes, progress=progress.advance
+        specs, reader, folder.path(""), max_shard_bytes=options.max_shard_bytes, progress=progress.advance
     )
 
 
-def _digests(hasher: SourceHasher, checkpoint: Checkpoint) -> Mapping[str, str]:
+def _digests(access: SourceAccess, checkpoint: Checkpoint) -> Mapping[str, str]:
     try:
-        return hasher.result()
+        return dict(checkpoint.origin.sha256 if checkpoint.origin is not None else {}) | dict(access.digests())
     except OSError:
         _refuse_changed_source(checkpoint)  # says more
         raise
@@ -162,6 +196,8 @@ def _digests(hasher: SourceHasher, checkpoint: Checkpoint) -> Mapping[str, str]:
 
 def _refuse_changed_source(checkpoint: Checkpoint) -> None:
     """The last look at the source: a file that changed since its header was read makes the output worthless."""
+    if checkpoint.origin is not None and checkpoint.origin.is_remote:
+        return  # a commit does not change, and each file was looked at when it came
     problems = []
     hint = "start again once nothing writes to the source"
     for file in checkpoint.files:
@@ -179,15 +215,23 @@ def _refuse_changed_source(checkpoint: Checkpoint) -> None:
 
 
 def _write_side_files(
-    plan: ConversionPlan, checkpoint: Checkpoint, folder: OutputFolder, options: ConvertOptions
+    plan: ConversionPlan,
+    checkpoint: Checkpoint,
+    folder: OutputFolder,
+    options: ConvertOptions,
+    layers: Mapping[str, LayerEntry],
+    passed: Passthrough,
 ) -> tuple[FileEntry, ...]:
     if checkpoint.config is None:
         return ()
+    fetch_side_files(checkpoint)
     kept = [name for name in checkpoint.side_files if name != CARD]
     entries = list(copy_side_files(checkpoint.root, kept, folder.path("")))
     config = converted_config(checkpoint.config, checkpoint.quantization)
     entries.append(folder.write_text("config.json", model_card.to_text(config)))
-    entries.append(folder.write_text(CARD, model_card.render(plan, options)))
+    shards = sum(file.name.endswith(".safetensors") for file in passed.files)
+    facts = model_card.CardFacts(packed_bytes(layers), passed.bytes, shards)
+    entries.append(folder.write_text(CARD, model_card.render(plan, checkpoint, options, facts)))
     return tuple(entries)
 
 
@@ -206,7 +250,7 @@ def _manifest(
         format_version=FORMAT_VERSION,
         producer=Producer(PRODUCER, __version__),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        source=Source(plan.source, None, files),
+        source=Source(plan.source, checkpoint.origin.commit if checkpoint.origin is not None else None, files),
         target=TargetEntry(target.sm, target.cuda, target.is_ppu),
         humming_version=version("humming-kernels"),
         param_dtype=plan.param_dtype,

@@ -39,7 +39,7 @@ def build_plan(
     """
     broken: list[Problem] = []
     index = index_layers(checkpoint.tensors, broken)
-    source = checkpoint.files[0].name if checkpoint.is_single_file else str(checkpoint.root.name or checkpoint.root)
+    source = checkpoint.name
     if not index.layers and not broken:
         raise NothingToConvertError(_nothing(checkpoint, source, "it has no routed experts", index))
     quantized = {name: layer for name, layer in index.layers.items() if layer.is_quantized()}

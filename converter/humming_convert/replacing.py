@@ -50,6 +50,15 @@ def kernel_files(folder: Path) -> set[str]:
         return set()
 
 
+def listed_files(manifest: bytes) -> frozenset[str]:
+    """The files that a manifest's text, of this version or another, lists; none for what is no manifest."""
+    try:
+        document = json.loads(manifest)
+    except (ValueError, RecursionError):
+        return frozenset()
+    return frozenset(_listed(document)) if isinstance(document, dict) else frozenset()
+
+
 def _listed(document: Mapping[str, Any]) -> Iterator[str]:
     """The files that a manifest, of this version or another, lists."""
     yield from _values(document.get("layers"), "file")

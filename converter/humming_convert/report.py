@@ -9,6 +9,7 @@ from humming_convert.families import FAMILIES, REFUSED_FAMILIES
 from humming_convert.family import Family
 from humming_convert.formats import FORMATS, METHODS
 from humming_convert.plan import ConversionPlan, LayerPlan, SublayerPlan
+from humming_convert.shard_schedule import schedule
 from humming_convert.source import Checkpoint
 
 
@@ -17,6 +18,8 @@ def plan_as_json(plan: ConversionPlan, checkpoint: Checkpoint) -> dict[str, Any]
     passed = [checkpoint.tensors[name] for name in plan.passthrough]
     return {
         "source": plan.source,
+        "commit": checkpoint.origin.commit if checkpoint.origin is not None else None,
+        "low_disk_bytes": low_disk_bytes(plan, checkpoint),
         "files": len(checkpoint.files),
         "tensors": len(checkpoint.tensors),
         "bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
@@ -59,6 +62,14 @@ def plan_as_text(plan: ConversionPlan, checkpoint: Checkpoint) -> str:
         f"passed through: {_count(len(plan.passthrough), 'tensor')}, {_size(passed)}, byte for byte; "
         f"{_count(len(checkpoint.side_files), 'other file')}",
     ]
+    low_disk = low_disk_bytes(plan, checkpoint)
+    if checkpoint.origin is not None:
+        lines[0] += f", commit {checkpoint.origin.commit}"
+    if low_disk is not None:
+        lines.append(
+            f"to download: {_size(sum(file.size for file in checkpoint.files))}; with --low-disk at most "
+            f"{_size(low_disk)} of it on the disk at once, and the passed-through tensors once more"
+        )
     if unused:
         lines.append(f"left out: {_count(unused, 'tensor')} with no place in the kernel layout")
     lines += [f"note: {note}" for note in plan.notes]
@@ -91,6 +102,13 @@ def family_rows() -> list[list[str]]:
 def format_rows() -> list[list[str]]:
     """The formats' table in words, one row each, under FORMAT_HEADS."""
     return [[row.name, row.summary] for row in FORMATS if row.summary]
+
+
+def low_disk_bytes(plan: ConversionPlan, checkpoint: Checkpoint) -> int | None:
+    """The most bytes of downloaded files that `convert --low-disk` keeps; None for what needs no download."""
+    if checkpoint.origin is None or not checkpoint.origin.is_remote:
+        return None
+    return schedule(plan, checkpoint.tensors).peak_bytes({file.name: file.size for file in checkpoint.files})
 
 
 def support_as_json() -> dict[str, Any]:
@@ -203,10 +221,7 @@ def _form(part: SublayerPlan) -> str:
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     cells = [list(heads), *(list(row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
 def _count(number: int, noun: str) -> str:

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 from humming_convert.errors import Problem, UnsupportedError
+from humming_convert.hub_destination import PushOptions
+from humming_convert.hub_id import HubId, parse_hub_id
 from humming_convert.options import ConvertOptions, default_workers, parse_size
 from humming_convert.target import DEFAULT_CUDA, Target, parse_cuda, parse_sm
 
@@ -14,7 +16,7 @@ DEFAULT_SM = 90
 
 
 def resolve_options(
-    source: Path,
+    source: Path | HubId,
     out: Path,
     *,
     target: str,
@@ -28,6 +30,9 @@ def resolve_options(
     workers: int | None,
     hash_source: bool,
     tp: int,
+    low_disk: bool = False,
+    push: str | None = None,
+    private: bool = False,
 ) -> tuple[ConvertOptions, tuple[str, ...]]:
     """The options of a conversion and what the user should be told about choices made for them.
 
@@ -51,8 +56,20 @@ def resolve_options(
         workers=workers or default_workers(),
         hash_source=hash_source,
         tp_size=tp,
+        low_disk=low_disk,
+        push=push_options(push, private=private) if push is not None else None,
     )
     return options, tuple(notes)
+
+
+def push_options(
+    text: str, *, revision: str | None = None, private: bool = False, create_pr: bool = False, dry_run: bool = False
+) -> PushOptions:
+    """Where to publish: `ORG/NAME`. Raises UnsupportedError for what is no name of a repository."""
+    found = parse_hub_id(text)
+    if found is None or found.revision is not None:
+        raise UnsupportedError([Problem("the repository to push to", "ORG/NAME", repr(text))])
+    return PushOptions(found.repo, revision, private, create_pr, dry_run)
 
 
 def visible_sm(device: str) -> int | None:

@@ -47,6 +47,11 @@ class SourceFile(NamedTuple):
     ctime_ns: int
     inode: int
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the header came from elsewhere: there was no file yet whose state could be noted."""
+        return self.inode < 0
+
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
@@ -60,17 +65,21 @@ class FileHeader:
 def read_header(path: Path, name: str) -> FileHeader:
     """The header of the file at `path`, `name` in messages. Raises CheckpointError for the first fault."""
     state = require_regular(path, name)
+    source = SourceFile(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
     with path.open("rb") as file:
-        size = state.st_size
-        text = _header_bytes(file.read(8), size, name)
-        raw = file.read(text)
+        prefix = file.read(8)
+        raw = file.read(header_length(prefix, source))
+    return parse_header(prefix, raw, source)
+
+
+def parse_header(prefix: bytes, raw: bytes, source: SourceFile) -> FileHeader:
+    """The header of `source` from its first 8 bytes and the bytes after them. Raises CheckpointError."""
+    name, text = source.name, header_length(prefix, source)
     if len(raw) != text:
         raise _fault(name, f"a header of {text} bytes", f"{len(raw)} bytes", "the file is truncated: fetch it again")
     entries = _parse_json(raw, name)
     metadata = _parse_metadata(entries.pop("__metadata__", {}), name)
-    tensors = _parse_entries(entries, name, 8 + text, size)
-    source = SourceFile(name, size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
-    return FileHeader(source, tensors, metadata)
+    return FileHeader(source, _parse_entries(entries, name, 8 + text, source.size), metadata)
 
 
 def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -124,7 +133,9 @@ def _kind(mode: int) -> str:
     return "device"
 
 
-def _header_bytes(prefix: bytes, size: int, name: str) -> int:
+def header_length(prefix: bytes, source: SourceFile) -> int:
+    """Bytes of the JSON that follows the first 8 bytes. Raises CheckpointError for what no such file begins with."""
+    name, size = source.name, source.size
     hint = "the file is truncated or is no safetensors file: fetch it again"
     if len(prefix) != 8:
         raise _fault(name, "an 8 byte header length", f"a file of {size} bytes", hint)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from humming_convert.errors import VerificationError
+from humming_convert.hub_id import HubId
+from humming_convert.hub_source import fetch_side_files
 from humming_convert.options import default_workers
 from humming_convert.progress import ByteProgress
 from humming_convert.provenance import SourceHasher
-from humming_convert.source import Payload
+from humming_convert.source_access import open_access
 from humming_convert.verify_output import check_output, output_bytes, packed_sizes, read_manifest
 from humming_convert.verify_source import SourceComparison, SourceReport, open_source
 from humming_convert.verify_sublayer import Sides
@@ -49,7 +51,7 @@ class VerifyReport:
 
 def verify(
     out: Path,
-    source: Path | None = None,
+    source: Path | HubId | None = None,
     *,
     quant_config: Path | None = None,
     progress: ByteProgress | None = None,
@@ -73,21 +75,25 @@ def verify(
     compared = None
     if source is not None:
         checkpoint, plan = open_source(out, source, manifest, quant_config)
-        with Payload(checkpoint) as payload:
+        with open_access(
+            checkpoint, plan, out, hash_source=False, low_disk=False, workers=default_workers()
+        ) as access:
             sides = Sides(
                 out=out,
                 humming_version=manifest.humming_version,
                 checkpoint=checkpoint,
-                payload=payload,
+                payload=access.payload,
                 progress=progress,
                 workers=default_workers(),
             )
+            fetch_side_files(checkpoint)
             comparison = SourceComparison(manifest, plan, sides)
             recorded = {file.name for file in manifest.source.files if file.sha256 is not None}
             names = [file.name for file in checkpoint.files if file.name in recorded]
-            with SourceHasher(checkpoint.root, names) as hasher:
+            is_remote = checkpoint.origin is not None and checkpoint.origin.is_remote
+            with SourceHasher(checkpoint.root, [] if is_remote else names) as hasher:
                 compared, problems = comparison.run()
-                problems += comparison.compare_digests(hasher.result())
+                problems += comparison.compare_digests(access.digests() if is_remote else hasher.result())
         if problems:
             raise VerificationError(problems)
     return VerifyReport(

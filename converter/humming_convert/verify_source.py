@@ -17,6 +17,7 @@ from humming_convert.decode import parse_layout
 from humming_convert.errors import Problem, UnsupportedError, VerificationError
 from humming_convert.files import read_regular
 from humming_convert.hf_config import converted_config
+from humming_convert.hub_id import HubId
 from humming_convert.passthrough import is_side_file
 from humming_convert.plan import ConversionPlan, LayerPlan, StackedTensor, SublayerPlan
 from humming_convert.plan_build import build_plan
@@ -49,7 +50,7 @@ class SourceReport:
 
 
 def open_source(
-    out: Path, source: Path, manifest: Manifest, quant_config: Path | None
+    out: Path, source: Path | HubId, manifest: Manifest, quant_config: Path | None
 ) -> tuple[Checkpoint, ConversionPlan]:
     """The source and its plan under the output's own options. Raises CheckpointError and UnsupportedError.
 

@@ -18,8 +18,8 @@ from humming_loader import kernels, vllm_compat
 from humming_loader.checkpoint import cached_manifest, find_output, manifest_stamp
 from humming_loader.entries import Manifest
 from humming_loader.errors import ServingError
-from humming_loader.parts import layer_names
 from humming_loader.hub import repository_of
+from humming_loader.parts import layer_names
 from humming_loader.vllm_compat import QuantizationConfig
 
 METHOD = "humming_prepacked"
