@@ -22,9 +22,11 @@ _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag
 _BODY = """\
 # {title}, packed for Humming on {target}
 
-The routed experts of {source} are stored here in the final layout of
-[Humming](https://pypi.org/project/humming-kernels/)'s MoE kernels (`humming/`), converted once by
-[humming-convert](https://pypi.org/project/humming-convert/). Every other tensor is the source's, byte for byte.
+The routed experts of
+{source}
+are stored here in the final layout of [Humming](https://pypi.org/project/humming-kernels/)'s MoE kernels (`humming/`),
+converted once by [humming-convert](https://pypi.org/project/humming-convert/). Every other tensor is the source's, byte
+for byte.
 
 | | |
 |---|---|
@@ -32,7 +34,7 @@ The routed experts of {source} are stored here in the final layout of
 | activations | {activation} |
 | parameter dtype | {dtype} |
 | humming-kernels | {humming} |
-| made from | {source} |
+| made from | {source}{commit} |
 
 ## Serve
 
@@ -63,8 +65,8 @@ is refused before any kernel runs. `humming-convert verify .` checks every byte 
 $ {command}
 ```
 
-With humming-convert {version}, {versions}. The SHA-256 of every tensor, and what the source was, are in
-`humming/manifest.json`.
+With humming-convert {version}, {versions}.
+The SHA-256 of every tensor, and what the source was, are in `humming/manifest.json`.
 """
 
 
@@ -89,14 +91,15 @@ def render(plan: ConversionPlan, checkpoint: Checkpoint, options: ConvertOptions
     source_bytes = sum(header.nbytes for header in checkpoint.tensors.values())
     body = _BODY.format(
         title=plan.source,
-        source=link + (f" at commit `{origin.commit[:12]}`" if origin is not None else ""),
+        source=link,
+        commit=f" at commit `{origin.commit}`" if origin is not None else "",
         target=options.target,
         cuda=".".join(str(part) for part in options.target.cuda),
         version=__version__,
         humming=version("humming-kernels"),
         activation=options.activation,
         dtype=plan.param_dtype,
-        serve=options.push.repo if options.push is not None else "THIS_REPOSITORY",
+        serve=options.push.repo if options.push is not None else "ORG/NAME",
         layers=_table(_LAYER_HEADS, _layer_rows(plan.layers)),
         packed_files=len(plan.layers),
         packed_gb=_gb(facts.packed_bytes),
@@ -126,10 +129,11 @@ def command_of(plan: ConversionPlan, checkpoint: Checkpoint, options: ConvertOpt
 def check_card(text: str) -> None:
     """Raises OutputError when the Hub's client cannot read the card."""
     from huggingface_hub import ModelCard
+    from yaml import YAMLError  # the client's own YAML
 
     try:
         ModelCard(text)
-    except ValueError as error:
+    except (ValueError, YAMLError) as error:
         raise OutputError(f"{CARD}: no model card: {str(error).splitlines()[0]}") from error
 
 
@@ -147,13 +151,14 @@ def _metadata(plan: ConversionPlan, checkpoint: Checkpoint, options: ConvertOpti
 def _carried(card: Path) -> dict[str, Any]:
     """What the source's card says that holds for this one too; nothing of a card that cannot be read."""
     from huggingface_hub import ModelCard
+    from yaml import YAMLError
 
     if not card.is_file():
         return {}
     try:
         found = ModelCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
         data: dict[str, Any] = found.to_dict()  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, YAMLError):
         return {}
     return {key: data[key] for key in _CARRIED if data.get(key)}
 
