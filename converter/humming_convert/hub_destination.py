@@ -62,7 +62,7 @@ class Destination:
         self._head: ModelInfo | None = self._find_head()
         if self._head is None and not options.dry_run:
             self._make()
-            self._head = self._find_head()
+            self._head = self._look()
         self._there = {file.rfilename: file.lfs for file in (self._head.siblings or [])} if self._head else {}
         self._stale = self._stale_files()
 
@@ -115,14 +115,17 @@ class Destination:
     def _find_head(self) -> ModelInfo | None:
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-        repo, revision = self.options.repo, self.options.revision
         try:
-            with explained(repo, repo):
-                return self._api.model_info(repo, revision=revision, files_metadata=True)
+            return self._look()
         except HubError as error:
             if isinstance(error.__cause__, RepositoryNotFoundError | RevisionNotFoundError):
                 return None
             raise
+
+    def _look(self) -> ModelInfo:
+        repo, revision = self.options.repo, self.options.revision
+        with explained(repo, repo):
+            return self._api.model_info(repo, revision=revision, files_metadata=True)
 
     def _make(self) -> None:
         repo, revision = self.options.repo, self.options.revision

@@ -20,6 +20,7 @@ from humming_loader.hub import explained
 
 THREADS = 4
 _BLOCK_BYTES = 8 << 20
+_PATIENCE = 1.0
 
 
 class HubShards:
@@ -68,7 +69,7 @@ class HubShards:
     ) -> None:
         self.stop()
         for thread in self._threads:
-            thread.join()
+            thread.join(_PATIENCE)  # one that hangs on a silent connection ends with the process
 
     def path(self, name: str) -> Path:
         """Where the file is, once it is there. Raises HubError or CheckpointError when it cannot be had."""

@@ -23,10 +23,10 @@ from humming_convert.safetensors_header import (
 )
 from humming_convert.source import Checkpoint, find_quantization, merge_headers, open_checkpoint
 from humming_loader.errors import HubError
-from humming_loader.hub import explained, fetch
+from humming_loader.hub import TIMEOUT, explained, fetch, note_commit, noted_commit, snapshot_folder
 
+CONFIG_FILE = "config.json"
 _THREADS = 8
-_TIMEOUT = 30.0
 # A guess at the bytes of one tensor in a header beside its name, and of a header about which nothing is known.
 _ENTRY_BYTES = 100
 _UNKNOWN_HEADER_BYTES = 64 << 10
@@ -58,14 +58,14 @@ def open_hub_checkpoint(source: HubId, quant_config: Path | None = None) -> Chec
         return read_json(fetch(listing.repo, name, listing.commit), name)
 
     names, index = choose_weight_files(top, str(source), read)
-    for name in ("config.json", *(name for name, _ in hf_config.QUANT_FILES)):
+    for name in (CONFIG_FILE, *(name for name, _ in hf_config.QUANT_FILES)):
         if name in listing.sizes:
             fetch(listing.repo, name, listing.commit)
     problems: list[Problem] = []
     headers = _read_headers(listing, names, index, problems)
     tensors = merge_headers(headers, index, problems)
     root = listing.root
-    config = read_json(root / "config.json", "config.json") if is_there(root, "config.json") else None
+    config = read_json(root / CONFIG_FILE, CONFIG_FILE) if is_there(root, CONFIG_FILE) else None
     quantization, where = find_quantization(root, config, quant_config)
     return Checkpoint(
         root=root,
@@ -92,12 +92,12 @@ def fetch_side_files(checkpoint: Checkpoint) -> None:
 
 def list_repository(source: HubId) -> Listing | None:
     """The repository's files at the commit that `source` names now; None while the client is offline."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     try:
         with explained(str(source), source.repo):
-            info = HfApi().model_info(source.repo, revision=source.revision, files_metadata=True, timeout=_TIMEOUT)
+            info = HfApi().model_info(source.repo, revision=source.revision, files_metadata=True, timeout=TIMEOUT)
     except HubError as error:
         if isinstance(error.__cause__, OfflineModeIsEnabled):
             return None
@@ -107,26 +107,18 @@ def list_repository(source: HubId) -> Listing | None:
     files = {file.rfilename: file for file in info.siblings}
     sizes = {name: file.size or 0 for name, file in files.items()}
     digests = {name: file.lfs.sha256 for name, file in files.items() if file.lfs is not None}
-    root = Path(constants.HF_HUB_CACHE).expanduser() / _folder_name(source.repo) / "snapshots" / info.sha
-    return Listing(source.repo, info.sha, sizes, digests, root)
+    note_commit(source.repo, source.revision, info.sha)
+    return Listing(source.repo, info.sha, sizes, digests, snapshot_folder(source.repo, info.sha))
 
 
 def cached_snapshot(source: HubId) -> Path:
     """The snapshot folder of what was last downloaded for `source`. Raises CheckpointError when there is none."""
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HUB_CACHE).expanduser() / _folder_name(source.repo)
-    reference = folder / "refs" / (source.revision or "main")
-    commit = reference.read_text().strip() if reference.is_file() else source.revision or "main"
-    snapshot = folder / "snapshots" / commit
+    commit = noted_commit(source.repo, source.revision) or source.revision or "main"
+    snapshot = snapshot_folder(source.repo, commit)
     if not snapshot.is_dir():
         hint = f"fetch it once: hf download {source.repo}"
         raise CheckpointError([Problem(str(source), "it in the cache, since HF_HUB_OFFLINE is set", "nothing", hint)])
     return snapshot
-
-
-def _folder_name(repo: str) -> str:
-    return "models--" + repo.replace("/", "--")
 
 
 def _left_out(listing: Listing, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -196,7 +188,7 @@ def _first_bytes(listing: Listing, name: str, count: int) -> bytes:
     data = bytearray()
     with (
         explained(f"{listing.repo}: {name}", listing.repo),
-        http_stream_backoff("GET", url, headers=headers, timeout=_TIMEOUT) as response,
+        http_stream_backoff("GET", url, headers=headers, timeout=TIMEOUT) as response,
     ):
         hf_raise_for_status(response)
         for chunk in response.iter_bytes():

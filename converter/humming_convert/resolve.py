@@ -40,6 +40,10 @@ def resolve_options(
     convert for another architecture than its own.
     """
     notes: list[str] = []
+    if low_disk and isinstance(source, Path):
+        notes.append("--low-disk: nothing to save, the source is no repository of the Hub")
+    if private and push is None:
+        raise UnsupportedError([Problem("--private", "--push ORG/NAME with it", "none")])
     device_sm = None if device == "cpu" and target != "auto" else visible_sm(device)
     sm = _resolve_sm(target, device_sm, notes)
     chosen = _resolve_device(device, device_sm, sm)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from humming_loader.entries import Manifest
 from humming_loader.errors import OutputMissingError
-from humming_loader.hub import fetch, fetch_missing
+from humming_loader.hub import fetch, fetch_missing, resolve
 from humming_loader.manifest import MANIFEST_FILE, from_json
 
 
@@ -56,4 +56,4 @@ def manifest_stamp(folder: Path) -> tuple[int, int]:
 @lru_cache(maxsize=8)
 def _snapshot(repo: str, revision: str | None, cache: str | None) -> Path:
     """The snapshot folder, asked for once a process: every file of a run is then of one commit."""
-    return fetch(repo, MANIFEST_FILE, revision, cache).parent.parent
+    return fetch(repo, MANIFEST_FILE, resolve(repo, revision, cache), cache).parent.parent

@@ -6,14 +6,16 @@ and offline mode are the client's own (HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OF
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from humming_loader.errors import HubError
 
+TIMEOUT = 30.0
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
@@ -41,6 +43,62 @@ def cached_sha256(path: Path) -> str | None:
     """The SHA-256 of a file in a snapshot where the cache knows it: large files are stored under it."""
     blob = path.resolve()
     return blob.name if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name) else None
+
+
+def snapshot_folder(repo: str, commit: str, cache: Path | str | None = None) -> Path:
+    """Where the client keeps the files of a repository at a commit."""
+    return _repository_folder(repo, cache) / "snapshots" / commit
+
+
+def resolve(repo: str, revision: str | None, cache: Path | str | None = None) -> str:
+    """The commit that a branch or tag (None: main) names now, or while the client is offline, named last.
+
+    A name is resolved before anything is fetched: the client looks at a file and then downloads it by name, and a
+    push in between would give it other bytes than it looked at. Raises HubError.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    try:
+        with explained(repo, repo):
+            commit = str(HfApi().model_info(repo, revision=revision, timeout=TIMEOUT).sha)
+    except HubError as error:
+        known = noted_commit(repo, revision, cache) if isinstance(error.__cause__, OfflineModeIsEnabled) else None
+        if known is None:
+            raise
+        return known
+    note_commit(repo, revision, commit, cache)
+    return commit
+
+
+def note_commit(repo: str, revision: str | None, commit: str, cache: Path | str | None = None) -> None:
+    """Note in the cache, as the client does, what a name stands for, for the day when the Hub cannot be asked."""
+    if revision == commit:
+        return
+    path = _reference(repo, revision, cache)
+    with suppress(OSError):  # a cache that may only be read has no such day
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(commit)
+        temporary.replace(path)
+
+
+def noted_commit(repo: str, revision: str | None, cache: Path | str | None = None) -> str | None:
+    """The commit that a name stood for when the client last knew it."""
+    path = _reference(repo, revision, cache)
+    return path.read_text().strip() if path.is_file() else None
+
+
+def _reference(repo: str, revision: str | None, cache: Path | str | None) -> Path:
+    return _repository_folder(repo, cache) / "refs" / (revision or "main")
+
+
+def _repository_folder(repo: str, cache: Path | str | None) -> Path:
+    from huggingface_hub import constants
+
+    return Path(cache or constants.HF_HUB_CACHE).expanduser() / f"models--{repo.replace('/', '--')}"
 
 
 def fetch(repo: str, name: str, revision: str | None, cache: Path | str | None = None) -> Path:

@@ -5,22 +5,18 @@ The client reads HF_ENDPOINT and its other variables when it is imported, hence 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.hub_server.server import HubServer, running
+from tests.support import hub_process
+from tests.support.hub_process import ROOT
 
-import humming_convert.cli
-import humming_loader
-
-ROOT = Path(__file__).parents[2]
-# The packages under test, wherever this process has them from.
-_PATHS = [str(Path(str(package.__file__)).parents[1]) for package in (humming_convert.cli, humming_loader)]
+__all__ = ["ROOT", "Hub"]
 
 
 @dataclass(slots=True)
@@ -29,26 +25,15 @@ class Hub:
 
     server: HubServer
     home: Path
-    env: dict[str, str] = field(default_factory=dict)
 
     def environ(self, **more: str) -> dict[str, str]:
-        """The variables of a process: this Hub and an own cache; storage over LFS, since the server has no Xet."""
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        ours = {
-            "HF_ENDPOINT": self.server.url,
-            "HF_HOME": str(self.home),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "NO_PROXY": "127.0.0.1,localhost",
-            "PYTHONPATH": os.pathsep.join([*_PATHS, os.environ.get("PYTHONPATH", "")]),
-        }
-        return kept | ours | self.env | more
+        """The variables of a process that sees this Hub."""
+        return hub_process.environment(self.server.url, self.home, **more)
 
     def run(self, *args: object, **more: str) -> subprocess.CompletedProcess[str]:
         """`humming-convert ARGS`."""
         words = [sys.executable, "-m", "humming_convert.cli", *map(str, args)]
-        return subprocess.run(words, env=self.environ(**more), capture_output=True, text=True, timeout=300, cwd=ROOT)
+        return hub_process.run(words, self.environ(**more))
 
     def ok(self, *args: object, **more: str) -> str:
         """The output of a command that succeeds."""
@@ -66,8 +51,7 @@ class Hub:
 
     def python(self, code: str, **more: str) -> subprocess.CompletedProcess[str]:
         """A program of its own against this Hub."""
-        words = [sys.executable, "-c", code]
-        return subprocess.run(words, env=self.environ(**more), capture_output=True, text=True, timeout=300, cwd=ROOT)
+        return hub_process.run_python(code, self.environ(**more))
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 class Fault:
     """For the next `times` requests of `method` whose path matches: an answer of `status`, or a connection cut.
 
-    `cut_after` is how many bytes of the body are sent (GET) or read (PUT, POST) before the connection is closed.
+    `cut_after` is how many bytes of the body are sent (GET) or read (PUT, POST) before the connection is closed;
+    `is_whole` is for requests without a range only.
     """
 
     method: str
@@ -21,6 +22,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     cut_after: int = -1
     times: int = 1
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,12 @@ class Traffic:
         self.seen: list[Seen] = []
         self.after: Callable[[Seen], None] | None = None
 
-    def fault_for(self, method: str, path: str) -> Fault | None:
+    def fault_for(self, method: str, path: str, *, is_whole: bool) -> Fault | None:
         """The fault that this request meets, used up once."""
         with self._lock:
             for fault in self.faults:
-                if fault.times > 0 and fault.method == method and re.search(fault.path, path):
+                matches = fault.times > 0 and fault.method == method and re.search(fault.path, path)
+                if matches and (is_whole or not fault.is_whole):
                     fault.times -= 1
                     return fault
         return None

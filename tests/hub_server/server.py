@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ _PIECE = 64 << 10
 Route = tuple[str, str, Callable[["Handler", re.Match[str]], Answer]]
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A download whose path matches, other than by a range, stops after its first piece until `go_on` is set."""
+
+    path: str
+    stuck: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+
 class HubServer(ThreadingHTTPServer):
     """A Hub on a free port of 127.0.0.1; `url` is what HF_ENDPOINT is to be."""
 
@@ -36,6 +46,8 @@ class HubServer(ThreadingHTTPServer):
         self.traffic = Traffic()
         self.part_bytes = part_bytes
         self.required_token: str | None = None
+        self.has_ranges = True
+        self.hold: Hold | None = None
 
     @property
     def url(self) -> str:
@@ -64,7 +76,9 @@ class Handler(BaseHTTPRequestHandler):
         self.path_only = unquote(urlsplit(self.path).path)
         self.query = parse_qs(urlsplit(self.path).query)
         self.token = self.headers.get("authorization", "").removeprefix("Bearer ")
-        fault = self.server.traffic.fault_for(self.command, self.path_only)
+        fault = self.server.traffic.fault_for(
+            self.command, self.path_only, is_whole=not self.headers.get("range")
+        )
         self.body = self._read_body(fault)
         if self.body is None:
             return
@@ -126,6 +140,7 @@ class Handler(BaseHTTPRequestHandler):
                     piece = answer.read(start + sent, min(start + sent + _PIECE, start + limit, stop))
                     self.wfile.write(piece)
                     sent += len(piece)
+                    self._hold()
                 self.wfile.flush()
             except OSError:
                 self.close_connection = True  # a client that has enough hangs up
@@ -133,9 +148,15 @@ class Handler(BaseHTTPRequestHandler):
                 self._cut()
         self._note(206 if partial else answer.status, len(self.body or b""), sent)
 
+    def _hold(self) -> None:
+        hold = self.server.hold
+        if hold is not None and re.search(hold.path, self.path_only) and not self.headers.get("range"):
+            hold.stuck.set()
+            hold.go_on.wait(30)
+
     def _range(self, answer: Answer) -> tuple[int, int]:
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range", ""))
-        if not match or answer.status != 200:
+        if not match or answer.status != 200 or not self.server.has_ranges:
             return 0, answer.size
         return int(match[1]), min(int(match[2]) + 1 if match[2] else answer.size, answer.size)
 
