@@ -164,6 +164,8 @@ def convert(source: Path | HubId, out: Path, kernels: bool, **given: Any) -> Non
     if kernels:
         from humming_convert.kernels import KernelOptions, build_kernels, check_can_compile
 
+        if options.push is not None:
+            raise OutputError("--kernels: made after the output, so not with --push; build them, then use push")
         check_can_compile(options.target)
     report = convert_checkpoint(options)
     click.echo(report.text())

@@ -17,6 +17,7 @@ from humming_convert.errors import OutputError
 from humming_convert.replacing import listed_files
 from humming_loader.errors import HubError
 from humming_loader.hub import explained, fetch
+from humming_loader.kernel_entries import KERNELS_FOLDER
 from humming_loader.manifest import MANIFEST_FILE
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class Destination:
         ours: set[str] = set()
         if MANIFEST_FILE in self._there:
             ours = {MANIFEST_FILE, *listed_files(fetch(self.options.repo, MANIFEST_FILE, self._head.sha).read_bytes())}
+            ours |= {name for name in self._there if name.startswith(f"{KERNELS_FOLDER}/")}
         foreign = [name for name in self._there if name.endswith(_WEIGHTS) and name not in ours]
         if foreign:
             more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""

@@ -33,14 +33,14 @@ for byte.
 | GPU architecture | {target} only, CUDA {cuda} |
 | activations | {activation} |
 | parameter dtype | {dtype} |
-| humming-kernels | {humming} |
+| humming-kernels | {humming} |{ranks}
 | made from | {source}{commit} |
 
 ## Serve
 
 ```console
 $ pip install vllm humming-convert    # the plugin is found by vLLM's entry points
-$ vllm serve {serve}
+$ vllm serve {serve}{serve_flags}
 ```
 
 No flag, and nothing is converted at start-up. A GPU of another architecture, or a Humming version with another layout,
@@ -99,13 +99,15 @@ def render(plan: ConversionPlan, checkpoint: Checkpoint, options: ConvertOptions
         humming=version("humming-kernels"),
         activation=options.activation,
         dtype=plan.param_dtype,
+        ranks=f"\n| tensor parallelism | {plan.tp_size}, and no other |" if plan.tp_size > 1 else "",
         serve=options.push.repo if options.push is not None else "ORG/NAME",
+        serve_flags=f" --tensor-parallel-size {plan.tp_size}" if plan.tp_size > 1 else "",
         layers=_table(_LAYER_HEADS, _layer_rows(plan.layers)),
-        packed_files=len(plan.layers),
+        packed_files=len(plan.packed),
         packed_gb=_gb(facts.packed_bytes),
         passed_files=facts.passed_files,
         passed_gb=_gb(facts.passed_bytes),
-        all_files=len(plan.layers) + facts.passed_files,
+        all_files=len(plan.packed) + facts.passed_files,
         all_gb=_gb(facts.packed_bytes + facts.passed_bytes),
         source_files=len(checkpoint.files),
         source_gb=_gb(source_bytes),
@@ -121,6 +123,8 @@ def command_of(plan: ConversionPlan, checkpoint: Checkpoint, options: ConvertOpt
     words = ["humming-convert", source, "OUT", "--target", str(options.target)]
     words += ["--cuda", ".".join(str(part) for part in options.target.cuda)]
     words += ["--activation", options.activation, "--dtype", plan.param_dtype]
+    if plan.tp_size > 1:
+        words += ["--tp", str(plan.tp_size)]
     if options.quant_config is not None:
         words += ["--quant-config", options.quant_config.name]
     return " ".join(words)

@@ -13,6 +13,7 @@ from humming_convert.errors import OutputError, VerificationError
 from humming_convert.hub_destination import Destination, PushOptions, Receipt
 from humming_convert.model_card import CARD, check_card
 from humming_convert.progress import ByteProgress
+from humming_convert.replacing import kernel_files
 from humming_convert.verify_output import check_output, output_bytes, read_manifest
 from humming_loader._version import __version__
 from humming_loader.errors import HubError, LoaderError
@@ -61,7 +62,7 @@ def push(out: Path, options: PushOptions, progress: ByteProgress) -> PushReport:
     if card.is_file():
         check_card(card.read_text(encoding="utf-8"))
     destination = Destination(options)
-    names = files_of(manifest)
+    names = files_of(out, manifest)
     sizes = tuple((name, (out / name).stat().st_size) for name in names)
     if options.dry_run:
         return PushReport(out, options, sizes, destination.removed(names), None)
@@ -72,10 +73,11 @@ def push(out: Path, options: PushOptions, progress: ByteProgress) -> PushReport:
     return PushReport(out, options, sizes, destination.removed(names), receipt)
 
 
-def files_of(manifest: Manifest) -> tuple[str, ...]:
-    """The files of an output: large ones first, the manifest last."""
+def files_of(out: Path, manifest: Manifest) -> tuple[str, ...]:
+    """The files of an output, compiled kernels included: large ones first, the manifest last."""
     passed = tuple(file.name for file in manifest.passthrough.files)
-    return (*manifest.experts_files(), *passed, *(file.name for file in manifest.side_files), MANIFEST_FILE)
+    side = tuple(file.name for file in manifest.side_files)
+    return (*manifest.experts_files(), *passed, *side, *sorted(kernel_files(out)), MANIFEST_FILE)
 
 
 class StreamingUpload:
@@ -123,7 +125,7 @@ class StreamingUpload:
         try:
             if self._error is not None:
                 raise self._error
-            names = files_of(manifest)
+            names = files_of(out, manifest)
             rest = {name: self._destination.operation(name, out / name) for name in names if name not in self._sent}
             self._destination.send(list(rest.values()))
             additions = [self._sent.get(name) or rest[name] for name in names]

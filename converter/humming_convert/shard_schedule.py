@@ -14,7 +14,10 @@ LAYERS_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class ShardSchedule:
-    """`order`: files by first need. `layers`: the files of each packed layer or part. `passthrough`: tensors to copy, by file."""
+    """`order`: files by first need. `layers`: the files of each layer, or rank's part, that is packed.
+
+    `passthrough`: tensors to copy, by file.
+    """
 
     order: tuple[str, ...]
     layers: tuple[frozenset[str], ...]

@@ -11,6 +11,8 @@ from humming_loader.errors import OutputMissingError
 from humming_loader.hub import fetch, fetch_missing, resolve
 from humming_loader.manifest import MANIFEST_FILE, from_json
 
+FOLDER = "humming"
+
 
 def find_output(path_or_repo: str | Path, revision: str | None = None) -> Path:
     """The folder of a converted checkpoint: a local path, or a repository's snapshot that has its manifest.

@@ -16,13 +16,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from humming_loader.checkpoint import find_output
-from humming_loader.errors import KernelError, LoaderError
+from humming_loader.errors import HubError, KernelError, LoaderError
+from humming_loader.hub import fetch_missing
 from humming_loader.kernel_entries import KERNELS_MANIFEST, Identity, KernelEntry, KernelsManifest, from_json
 from humming_loader.toolchain import Toolchain
 
@@ -248,6 +250,8 @@ def withdraw() -> None:
 
 
 def _offer(folder: Path, name: str, say: Log) -> Offer | None:
+    with suppress(HubError):
+        fetch_missing(folder, [KERNELS_MANIFEST])  # most repositories have none
     if not (folder / KERNELS_MANIFEST).is_file():
         return None
     if not is_trusted(name):
@@ -255,6 +259,7 @@ def _offer(folder: Path, name: str, say: Log) -> Offer | None:
         return None
     try:
         manifest = from_json((folder / KERNELS_MANIFEST).read_bytes())
+        fetch_missing(folder, manifest.files())
         return Offer(folder, manifest, _desk.install())
     except (LoaderError, OSError) as error:
         say(f"{name}: its compiled kernels are not used: {error}")
