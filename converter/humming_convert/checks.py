@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from humming_convert.errors import Problem
+from humming_convert.packed_checks import SEPARATOR, check_integers
 from humming_convert.plan import SublayerPlan
 from humming_convert.scales import e8m0_to_float32, extremes
 from humming_convert.source import Checkpoint, Payload
@@ -31,13 +32,13 @@ def check_scale(name: str, tensor: torch.Tensor, kind: str) -> Problem | None:
     (no byte 255, which is NaN), `e5m0` (only exponent bytes that Humming's float16 kernels can hold), `float16`
     (no value is lost when rounded to float16), `finite_float16` and `finite_bfloat16` (no value becomes infinite
     when rounded), `eights` (every packed 4 bit zero point is 8, the midpoint). Exponent bytes stand for the
-    numbers that they mean. The rules of `check_unequal` are left to it.
+    numbers that they mean. Rules with colons are those of `check_integers`; the rules of `check_unequal` are left to it.
     """
     ends = extremes(tensor)
     for rule in kind.split(","):
         if rule.startswith(_UNEQUAL) or (ends is not None and _holds_between(name, ends, rule)):
             continue
-        problem = _RULES[rule](name, tensor)
+        problem = check_integers(name, tensor, rule) if SEPARATOR in rule else _RULES[rule](name, tensor)
         if problem is not None:
             return problem
     return None

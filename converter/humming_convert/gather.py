@@ -59,8 +59,7 @@ class StackReader:
             and all(self._headers[part.source].dtype == tensor.dtype for part in tensor.parts)
         )
         is_plain = tensor.axis == 0 and not tensor.is_interleaved
-        can_write_rows = len(tensor.steps) == 1 and is_plain and not tensor.steps[0].args
-        self._into = steps.PACKING.get(tensor.steps[0].name) if can_write_rows else None
+        self._into = steps.packing(tensor.steps[0]) if len(tensor.steps) == 1 and is_plain else None
         self._local = threading.local()
 
     def read(self, experts: range) -> torch.Tensor:
@@ -72,7 +71,7 @@ class StackReader:
         tensor = self._tensor
         shape = (len(experts), *tensor.shape[1:])
         out = torch.empty(shape, dtype=self._dtype, pin_memory=self._is_pinned)
-        if tensor.check and tensor.steps:
+        if tensor.check and tensor.steps and not tensor.is_weight:
             self._check_parts()
         if tensor.parts[0].expert is None:
             self._fill_fused(experts, out)
@@ -125,18 +124,28 @@ class StackReader:
     def _fill_per_expert(self, experts: range, out: torch.Tensor) -> None:
         for row, expert in enumerate(experts):
             parts = self._parts(range(expert, expert + 1))
-            values = [self._through_steps(self._value(self._headers[part.source])) for part in parts]
+            values = [self._through_steps(self._part(part)) for part in parts]
             _place(values, out[row], self._tensor.axis, is_interleaved=self._tensor.is_interleaved)
 
     def _fill_rows(self, experts: range, out: torch.Tensor, into: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Let the one step write each part's rows to where they belong; what it reads stays in the cache."""
         for row, expert in zip(out, experts, strict=True):
-            first = 0
-            for part in self._parts(range(expert, expert + 1)):
-                value = self._value(self._headers[part.source], is_scratch=True)
-                rows = value.nbytes // row[0].nbytes
+            first, parts = 0, self._parts(range(expert, expert + 1))
+            total = sum(math.prod(self._headers[part.source].shape) for part in parts)
+            for part in parts:
+                value = self._part(part, is_scratch=True)
+                rows = len(row) * value.numel() // total
                 into(value, row[first : first + rows])
                 first += rows
+
+    def _part(self, part: Part, *, is_scratch: bool = False) -> torch.Tensor:
+        """One expert's own tensor; a weight that passes steps has its values looked at now."""
+        tensor = self._tensor
+        value = self._value(self._headers[part.source], is_scratch=is_scratch)
+        problem = check_scale(part.source, value, tensor.check) if tensor.is_weight and tensor.check else None
+        if problem is not None:
+            raise CheckpointError([problem])
+        return value
 
     def _fill_fused(self, experts: range, out: torch.Tensor) -> None:
         headers = (self._headers[part.source] for part in self._tensor.parts)

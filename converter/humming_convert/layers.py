@@ -24,6 +24,7 @@ from humming_convert.output import OutputFolder
 from humming_convert.plan import ConversionPlan, LayerPlan
 from humming_convert.progress import ByteProgress
 from humming_convert.source import Checkpoint, Payload
+from humming_convert.unused_checks import check_unused
 from humming_loader.entries import LayerEntry
 
 _SUBLAYERS = 2  # w13 and w2
@@ -118,6 +119,7 @@ def _check_bookkeeping(layer: LayerPlan, checkpoint: Checkpoint, payload: Payloa
     ]
     if problems:
         raise CheckpointError(problems)
+    check_unused(checkpoint, payload, layer.sublayers)
 
 
 def check_all_compatible(plan: ConversionPlan, options: ConvertOptions) -> None:

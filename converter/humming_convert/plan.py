@@ -91,7 +91,8 @@ class SublayerPlan:
     stay 16 bit). `source_schema` is the weight schema as the checkpoint states it; it differs from
     `weight_schema` only where steps change the form of a scale (a block scale expanded to rows), and
     quantization keys must be derived from it. `expected` names unused integer tensors (weight_shape) whose
-    values must be these when they are read.
+    values must be these when they are read; `checks` names unused tensors of whole numbers and the rule of
+    `humming_convert.packed_checks` that their values must obey (a g_idx in order, zero points in the middle).
     """
 
     name: str
@@ -107,6 +108,7 @@ class SublayerPlan:
     input_tensors: tuple[StackedTensor, ...] = ()
     unused: tuple[str, ...] = ()
     expected: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    checks: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,6 @@ def method_of(checkpoint: Checkpoint) -> str:
         _refuse_other_meanings(checkpoint.quantization_origin, quantization)
         return method
     where, known = checkpoint.quantization_origin, ", ".join(sorted(set(METHODS.values())))
-    if stated == "gptq" and quantization.get("desc_act"):
-        expected = "weights in the order of their columns"
-        hint = "Humming's kernels have no g_idx, which activation order needs: use desc_act false"
-        raise UnsupportedError([Problem(where, expected, "GPTQ with desc_act", hint)])
     if stated in METHODS_TO_COME:
         hint = "this method is not supported yet"
         raise UnsupportedError([Problem(where, f"a quant_method among {known}", repr(stated), hint)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,30 @@ STEPS: dict[str, Callable[..., torch.Tensor]] = {
     "regroup_columns": scales.regroup_columns,
     "transpose": scales.transpose,
     "pack_int8_zero_point": repack.pack_int8_zero_point,
+    "pack_signed_zero_point": repack.pack_signed_zero_point,
     "awq_rows": repack.awq_rows,
+    "word_rows": repack.word_rows,
+    "signed_rows": repack.signed_rows,
+    "ordered_rows": repack.ordered_rows,
+    "transposed": repack.transposed,
+    "in_order": repack.in_order,
+    "inverted_signs": repack.inverted_signs,
+    "one_more": repack.one_more,
 }
 
 # Steps that leave a weight in Humming's packed form, int32 (N, K * bits / 32), instead of its schema's own.
-PACKING: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {"awq_rows": repack.awq_rows_into}
+PACKING: dict[str, Callable[..., None]] = {
+    "awq_rows": repack.awq_rows_into,
+    "word_rows": repack.word_rows_into,
+    "signed_rows": repack.signed_rows_into,
+    "ordered_rows": repack.ordered_rows_into,
+}
+
+
+def packing(step: Step) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """What writes the rows that a packing step gives into memory; None for a step of another kind."""
+    found = PACKING.get(step.name)
+    return None if found is None else partial(found, **dict(step.args))
 
 
 def packs(tensor: StackedTensor) -> bool:

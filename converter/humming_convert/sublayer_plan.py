@@ -15,7 +15,7 @@ from humming_convert.source import Checkpoint, TensorHeader
 
 # Steps after which a tensor has another dtype than it is stored in.
 _UNKNOWN = "a supported checkpoint format"  # what `detect` expects where no format says more
-_CHANGING = ("view", "to_dtype", "e8m0_to_float32", "pack_int8_zero_point")
+_CHANGING = ("view", "to_dtype", "e8m0_to_float32", "pack_int8_zero_point", "pack_signed_zero_point", "signed_rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ def _lay_out(context: Context, part: str, projections: tuple[str, ...], answer: 
         rule.parameter for rule in answer.inputs if uses_inputs
     }
     is_interleaved = _take_turns(context, projections, answer)
-    unused, expected = [], []
+    unused, expected, checks = [], [], []
     for stack, projection in enumerate(projections):
         for expert in context.experts:
             for parameter, header in context.layer.headers.get((expert, projection), {}).items():
@@ -198,6 +198,8 @@ def _lay_out(context: Context, part: str, projections: tuple[str, ...], answer: 
                     unused.append(header.name)
                 if parameter in answer.expected:
                     expected.append((header.name, answer.expected[parameter][stack]))
+                if parameter in answer.checks:
+                    checks.append((header.name, answer.checks[parameter]))
     return SublayerPlan(
         name=part,
         shape_n=sum(answer.stacks_n),
@@ -214,6 +216,7 @@ def _lay_out(context: Context, part: str, projections: tuple[str, ...], answer: 
         else (),
         unused=tuple(unused),
         expected=tuple(expected),
+        checks=tuple(checks),
     )
 
 

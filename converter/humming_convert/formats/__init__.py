@@ -9,6 +9,7 @@ from humming_convert.formats.ct_floats import CtFloat8, CtMxfp4, CtNvfp4
 from humming_convert.formats.ct_integers import CtPackedIntegers, CtPlainIntegers
 from humming_convert.formats.fp8 import Fp8Block, Fp8Tensor
 from humming_convert.formats.gpt_oss import GptOssMxfp4
+from humming_convert.formats.gptq import Gptq
 from humming_convert.formats.later import LaterFormats
 
 FORMATS: tuple[CheckpointFormat, ...] = (
@@ -17,6 +18,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     GptOssMxfp4(),
     CtMxfp4(),
     AwqGemm(),
+    Gptq(),
     CtPackedIntegers(),
     CtPlainIntegers(),
     CtFloat8(),
@@ -29,12 +31,14 @@ METHODS: dict[str, str] = {
     "fp8": "fp8",
     "mxfp4": "mxfp4",
     "awq": "awq",
+    "gptq": "gptq",
     "compressed-tensors": "compressed-tensors",
     "compressed_tensors": "compressed-tensors",
     "auto-round": "auto-round",
     "auto_round": "auto-round",
+    "intel/auto-round": "auto-round",
 }
-METHODS_TO_COME: tuple[str, ...] = ("gptq", "modelopt", "quark", "bitnet", "humming")
+METHODS_TO_COME: tuple[str, ...] = ("modelopt", "quark", "bitnet", "humming")
 
 
 def detect(sublayer: Sublayer) -> Accepted | Refused:

@@ -91,7 +91,7 @@ class Accepted:
 
     `unused` are parameters with no place in the kernel layout; `inputs` matter
     only when activations are quantized as the checkpoint says. `expected` gives the whole numbers that an
-    unused parameter must hold, per projection.
+    unused parameter must hold, per projection; `checks` gives the rule that another one's values must obey.
     """
 
     format: str
@@ -104,6 +104,7 @@ class Accepted:
     inputs: tuple[Rule, ...] = ()
     unused: tuple[str, ...] = ()
     expected: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    checks: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from humming_convert.families import PROJECTION_ALIASES
 from humming_convert.formats.base import (
     Rule,
     Sublayer,
@@ -20,6 +19,7 @@ from humming_convert.formats.base import (
     tensor_scale_rule,
     unsupported,
 )
+from humming_convert.formats.names import other_names
 
 METHOD = "compressed-tensors"
 
@@ -31,7 +31,6 @@ KNOWN_FORMATS = (
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
 )
-_STANDARD_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 _FORMS: dict[str, Callable[[Any], bool]] = {
     "num_bits": lambda value: type(value) is int and 1 <= value <= 16,
@@ -179,21 +178,11 @@ def _names_modules(target: str) -> bool:
 
 def _group_of(groups: Mapping[str, Any], module: str) -> str | None:
     """A name or pattern that fits goes before the class name `Linear`, as in compressed-tensors."""
-    for candidate in (module, *_other_names(module)):
+    for candidate in (module, *other_names(module)):
         for name, group in groups.items():
             if any(_fits(target, candidate) for target in _targets(group)):
                 return name
     return next((name for name, group in groups.items() if "Linear" in _targets(group)), None)
-
-
-def _other_names(module: str) -> Iterable[str]:
-    """The module as it was called while it was quantized: transformers knows `mlp` and gate/up/down only."""
-    head, _, leaf = module.rpartition(".")
-    standard = _STANDARD_NAMES[PROJECTION_ALIASES[leaf]] if leaf in PROJECTION_ALIASES else leaf
-    if standard != leaf:
-        yield f"{head}.{standard}"
-    if ".block_sparse_moe." in head:
-        yield f"{head.replace('.block_sparse_moe.', '.mlp.')}.{standard}"
 
 
 def _fits(target: str, module: str) -> bool:

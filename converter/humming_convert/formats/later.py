@@ -8,7 +8,7 @@ _HINT = "this format is not supported yet"
 
 
 class LaterFormats:
-    """GPTQ's packing, MXFP8, and FP8 scales under the name `scale`."""
+    """MXFP8, and FP8 scales under the name `scale`."""
 
     name = "later"
     summary = ""
@@ -16,10 +16,8 @@ class LaterFormats:
     def match(self, sublayer: Sublayer) -> Accepted | Rejected:
         """Raises RefusalError for what it knows, and accepts nothing."""
         expected = "a supported checkpoint format"
-        if sublayer.has(qweight="I32", scales=("F16", "BF16", "F32")):
-            raise unsupported(sublayer, expected, "GPTQ's packing (qweight [K*b/32, N])", _HINT)
         if sublayer.has(weight="F8_E4M3", weight_scale=("U8", "F8_E8M0")):
             raise unsupported(sublayer, expected, "MXFP8 (F8_E4M3 with exponent bytes)", _HINT)
         if "scale" in sublayer.parameters:
             raise unsupported(sublayer, expected, "scales under the name scale (DeepSeek V4)", _HINT)
-        return Rejected("its tensors are none of GPTQ's, MXFP8's and DeepSeek V4's")
+        return Rejected("its tensors are none of MXFP8's and DeepSeek V4's")
