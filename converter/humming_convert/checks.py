@@ -32,7 +32,7 @@ def check_scale(name: str, tensor: torch.Tensor, kind: str) -> Problem | None:
     (no byte 255, which is NaN), `e5m0` (only exponent bytes that Humming's float16 kernels can hold), `float16`
     (no value is lost when rounded to float16), `finite_float16` and `finite_bfloat16` (no value becomes infinite
     when rounded), `eights` (every packed 4 bit zero point is 8, the midpoint). Exponent bytes stand for the
-    numbers that they mean. Rules with colons are those of `check_integers`; the rules of `check_unequal` are left to it.
+    numbers that they mean. Rules with colons are those of `check_integers`; those of `check_unequal` are left to it.
     """
     ends = extremes(tensor)
     for rule in kind.split(","):

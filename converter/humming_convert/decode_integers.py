@@ -96,3 +96,45 @@ def packed_integers(schema: Mapping[str, Any], tensors: Tensors) -> Projection:
         zero_point=zero_point,
         bias=bias_of(tensors),
     )
+
+
+def quark(schema: Mapping[str, Any], tensors: Tensors) -> Projection:
+    """Quark's int4 and uint4 along N; signed nibbles are two's complement, and so are their zero points."""
+    order = _AWQ_COLUMNS if schema["pack_method"] == "reorder" else _IN_ORDER
+    middle = np.uint8(8 if schema["dtype"] == "int4" else 0)
+    codes = columns_of_words(tensors["weight"].array, order)
+    zero_point = None
+    if "zero_point" in tensors:
+        zero_point = columns_of_words(tensors["zero_point"].array, order) ^ middle
+    return Projection(
+        codes=codes ^ middle,
+        bits=4,
+        scale=to_float32(tensors["weight_scale"]).T,
+        scale_code="F32",
+        zero_point=zero_point,
+        bias=bias_of(tensors),
+    )
+
+
+def humming(schema: Mapping[str, Any], tensors: Tensors) -> Projection:
+    """Humming's standard form: codes along K, zero points along N; `floatBe0m(B-1)` is sign and magnitude."""
+    name = str(schema["b_dtype"])
+    bits = int(name.removeprefix("uint").removeprefix("float").partition("e")[0])
+    codes = bit_fields(tensors["weight"].array, bits)
+    middle = np.uint8(1 << (bits - 1))
+    if "e0m" in name:
+        magnitude = codes & np.uint8(middle - 1)
+        codes = np.where(codes & middle, middle - magnitude, middle + magnitude).astype(np.uint8)
+    scale, code = tensors["weight_scale"], "F32"
+    if schema["bs_dtype"] in ("float8e4m3", "float8e8m0"):
+        code = "F8_E4M3" if schema["bs_dtype"] == "float8e4m3" else "F8_E8M0"
+    scale_2 = tensors.get("weight_scale_2")
+    return Projection(
+        codes=codes,
+        bits=bits,
+        scale=to_float32(scale) if code == "F32" else scale.array.view(np.uint8),
+        scale_code=code,
+        zero_point=bit_fields(tensors["zero_point"].array.T, bits).T if "zero_point" in tensors else None,
+        scale_2=None if scale_2 is None or scale_2.array.size > 1 else np.float32(to_float32(scale_2).reshape(-1)[0]),
+        bias=bias_of(tensors),
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from humming_convert.decode_integers import awq, gptq, packed_integers
+from humming_convert.decode_integers import awq, gptq, humming, packed_integers, quark
 from humming_convert.decode_values import (
     Codes,
     Floats,
@@ -120,6 +120,8 @@ _DECODERS: dict[str, Decoder] = {
     "gpt_oss_mxfp4": _mxfp4,
     "awq": awq,
     "gptq": gptq,
+    "quark": quark,
+    "humming": humming,
     "compressed-tensors:pack-quantized": packed_integers,
     "compressed-tensors:int-quantized": _bytes,
     "compressed-tensors:float-quantized": _bytes,

@@ -85,7 +85,7 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def inverted_signs(tensor: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packed words I32 with the top bit of every code of `bits` (4 or 8) inverted: two's complement to offset binary."""
+    """Packed words I32 with the top bit of each code of `bits` (4, 8) inverted: two's complement to offset binary."""
     mask = sum(1 << (shift + bits - 1) for shift in range(0, 32, bits))
     return tensor ^ (mask - (1 << 32))
 

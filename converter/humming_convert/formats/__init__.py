@@ -10,7 +10,9 @@ from humming_convert.formats.ct_integers import CtPackedIntegers, CtPlainInteger
 from humming_convert.formats.fp8 import Fp8Block, Fp8Tensor
 from humming_convert.formats.gpt_oss import GptOssMxfp4
 from humming_convert.formats.gptq import Gptq
+from humming_convert.formats.humming_standard import HummingStandard
 from humming_convert.formats.later import LaterFormats
+from humming_convert.formats.quark_integers import QuarkIntegers
 
 FORMATS: tuple[CheckpointFormat, ...] = (
     Fp8Tensor(),
@@ -23,6 +25,8 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     CtPlainIntegers(),
     CtFloat8(),
     CtNvfp4(),
+    QuarkIntegers(),
+    HummingStandard(),
     LaterFormats(),
 )
 
@@ -37,8 +41,10 @@ METHODS: dict[str, str] = {
     "auto-round": "auto-round",
     "auto_round": "auto-round",
     "intel/auto-round": "auto-round",
+    "quark": "quark",
+    "humming": "humming",
 }
-METHODS_TO_COME: tuple[str, ...] = ("modelopt", "quark", "bitnet", "humming")
+METHODS_TO_COME: tuple[str, ...] = ("modelopt", "bitnet")
 
 
 def detect(sublayer: Sublayer) -> Accepted | Refused:

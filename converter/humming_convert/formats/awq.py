@@ -17,6 +17,7 @@ from humming_convert.formats.base import (
     rounding_check,
     unsupported,
 )
+from humming_convert.formats.module_rules import scheme_fields
 from humming_convert.plan import Step
 
 _METHODS = ("awq", "auto-round", "")
@@ -98,13 +99,13 @@ class AwqGemm:
 
     def _has_zero_point(self, sublayer: Sublayer, has_zeros: bool) -> bool:
         """What the config says; where it says nothing, zero points that are there count."""
-        config = sublayer.quantization
+        config = {**sublayer.quantization, **scheme_fields(sublayer)}
         for key in ("zero_point", "sym"):
             if config.get(key) is not None and type(config[key]) is not bool:
                 raise broken(sublayer, f"{key} true or false in the quantization config", f"{config[key]!r}")
-        if has_zeros:
-            return config.get("zero_point") is not False
         stated, symmetric = config.get("zero_point"), config.get("sym")
+        if has_zeros:
+            return symmetric is not True if stated is None else bool(stated)
         if stated is False or (stated is None and symmetric is True):
             return False
         name = f"{sublayer.modules[0]}.qzeros"
@@ -124,6 +125,7 @@ class AwqGemm:
 
     def _check_config(self, sublayer: Sublayer, shape_k: int, groups: int) -> None:
         config = sublayer.quantization
+        fields = {**config, **scheme_fields(sublayer)}
         packing = str(config.get("packing_format", "auto_round:auto_awq"))
         if sublayer.method == "auto-round" and "awq" not in packing:
             raise broken(sublayer, f"tensors packed as packing_format {packing!r} says", "AWQ's packing")
@@ -131,7 +133,7 @@ class AwqGemm:
         if sublayer.method == "awq" and version != "gemm":
             hint = "gemv, gemv_fast and marlin pack otherwise: convert the checkpoint to gemm first"
             raise unsupported(sublayer, "AWQ version gemm", repr(version), hint)
-        bits = config.get("bits", config.get("w_bit", 4))
+        bits = fields.get("bits", config.get("w_bit", 4))
         if type(bits) is not int:
             raise broken(sublayer, "bits, a whole number, in the quantization config", f"{bits!r}")
         if bits != 4:
@@ -139,7 +141,7 @@ class AwqGemm:
         if groups == 0 or shape_k % groups:
             raise broken(sublayer, f"a number of groups that divides K = {shape_k}", f"{groups}")
         group = shape_k // groups
-        told = config.get("group_size", config.get("q_group_size", group))
+        told = fields.get("group_size", config.get("q_group_size", group))
         if told not in (group, -1) or (told == -1 and groups != 1):
             raise broken(sublayer, f"groups of {told!r}, as the quantization config says", f"groups of {group}")
         check_group(sublayer, group, shape_k)

@@ -109,11 +109,11 @@ def scheme_of(sublayer: Sublayer) -> Scheme:
         targets = sorted({str(target) for group in groups.values() for target in _targets(group)})
         expected = f"a config group for {found[None]}"
         raise broken(sublayer, expected, f"only the targets {', '.join(targets)}")
-    if len(found) > 1:
+    schemes = [_parse_group(sublayer, str(name), groups[str(name)]) for name in found]
+    if any(scheme != schemes[0] for scheme in schemes):
         named = ", ".join(f"{module} in {group}" for group, module in found.items())
         raise unsupported(sublayer, "one config group for all experts of a layer", named)
-    name = next(iter(found))
-    return _parse_group(sublayer, str(name), groups[str(name)])
+    return schemes[0]
 
 
 def weight_schema(scheme: Scheme) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from humming_convert.formats.base import (
     weight_shapes,
 )
 from humming_convert.formats.ct_config import METHOD, Scheme, input_rules, row_scale, scheme_of, weight_schema
+from humming_convert.formats.integers import CODES_PER_PACK, Groups, humming_schema, zero_point_rule
 from humming_convert.plan import Step
 
 # Humming packs the codes of a row 32 at a time.
@@ -110,10 +111,13 @@ class CtPackedIntegers:
 
 
 class CtPlainIntegers:
-    """`weight` I8 [N, K], `weight_scale` [N, 1], [N, G] or one, `weight_zero_point` I8 like it."""
+    """`weight` I8 [N, K], `weight_scale` [N, 1], [N, G] or one, `weight_zero_point` I8 like it.
+
+    Integers of fewer than 8 bits have a byte each as well.
+    """
 
     name = "ct-int8"
-    summary = "compressed-tensors int-quantized and naive-quantized: integers of 8 bit, tensor, channel or group"
+    summary = "compressed-tensors int-quantized and naive-quantized: integers of 2 to 8 bit, a byte each (W8A8, W4A8)"
 
     def match(self, sublayer: Sublayer) -> Accepted | Rejected:
         """Signed bytes with a scale."""
@@ -124,11 +128,12 @@ class CtPlainIntegers:
         scheme = scheme_of(sublayer)
         if scheme.format not in ("int-quantized", "naive-quantized") or scheme.type != "int":
             raise broken(sublayer, scheme.told(), sublayer.describe())
-        if scheme.num_bits != 8:
-            hint = "one byte for each smaller integer is not supported yet"
-            raise unsupported(sublayer, "int-quantized weights of 8 bit", f"{scheme.num_bits} bit", hint)
+        if not 2 <= scheme.num_bits <= 8:
+            raise unsupported(sublayer, "int-quantized weights of 2 to 8 bit", f"{scheme.num_bits} bit")
         rows, shape_k = weight_shapes(sublayer)
         check_multiple(sublayer, "K", [shape_k], _COLUMNS)
+        if scheme.num_bits != 8:
+            return self._narrow(sublayer, scheme, rows, shape_k)
         if scheme.strategy == "tensor":
             check = unequal_check(sublayer, "nonnegative")
             scale = tensor_scale_rule(sublayer, "weight_scale", "weight_scale", check)
@@ -150,6 +155,55 @@ class CtPlainIntegers:
             inputs=input_rules(sublayer, scheme, "input_scale"),
         )
 
+    def _narrow(self, sublayer: Sublayer, scheme: Scheme, rows: tuple[int, ...], shape_k: int) -> Accepted:
+        """Humming's schema of this format has 8 bits only, so codes are packed into its own form."""
+        bits = scheme.num_bits
+        scale = row_scale(sublayer, scheme, rows, shape_k)
+        groups = Groups(scheme.group_size, scheme.group_size or shape_k, 1, scheme.groups(shape_k))
+        packed = Step("signed_rows", (("bits", bits),))
+        return Accepted(
+            format=self.name,
+            stacks_n=rows,
+            shape_k=shape_k,
+            weight_schema=humming_schema(sublayer, bits, groups, has_zero_point=not scheme.symmetric),
+            # Humming, and with it vLLM, knows the scheme under the name of its packed form alone.
+            source_schema=weight_schema(scheme) | {"format": "pack-quantized", "stored_as": scheme.format},
+            input_schema=scheme.input_schema(),
+            rules=(
+                Rule(
+                    name="weight",
+                    parameter="weight",
+                    dtype="I32",
+                    shape=(sum(rows), shape_k * bits // 32),
+                    steps=(packed,),
+                    is_weight=True,
+                    check=f"signed:{bits}",
+                ),
+                scale,
+                *self._narrow_zero_points(sublayer, scheme, rows, groups),
+                *bias_rule(sublayer, rows),
+            ),
+            inputs=input_rules(sublayer, scheme, "input_scale"),
+        )
+
+    def _narrow_zero_points(
+        self, sublayer: Sublayer, scheme: Scheme, rows: tuple[int, ...], groups: Groups
+    ) -> tuple[Rule, ...]:
+        name, bits = "weight_zero_point", scheme.num_bits
+        if scheme.symmetric:
+            forbid_zero_points(sublayer)
+            return ()
+        self._check_zero_points(sublayer, rows, groups.columns, CODES_PER_PACK)
+        step = Step("pack_signed_zero_point", (("bits", bits),))
+        return (zero_point_rule(name, bits, rows, groups, (step,), f"signed:{bits}"),)
+
+    def _check_zero_points(self, sublayer: Sublayer, rows: tuple[int, ...], groups: int, multiple: int) -> None:
+        name = "weight_zero_point"
+        require_shapes(sublayer, name, [(n, groups) for n in rows])
+        if not sublayer.has(**{name: "I8"}):
+            raise broken(sublayer, f"{name} I8", ", ".join(sublayer.dtypes(name)) or "none")
+        check_multiple(sublayer, "N", rows, multiple)
+
     def _zero_points(self, sublayer: Sublayer, scheme: Scheme, rows: tuple[int, ...], shape_k: int) -> tuple[Rule, ...]:
         """Humming wants them offset-binary and packed, while the file has one signed byte each."""
         name = "weight_zero_point"
@@ -159,10 +213,7 @@ class CtPlainIntegers:
         if scheme.strategy == "tensor":
             raise unsupported(sublayer, "asymmetric weights per channel or group", "per tensor")
         groups = scheme.groups(shape_k)
-        require_shapes(sublayer, name, [(n, groups) for n in rows])
-        if not sublayer.has(**{name: "I8"}):
-            raise broken(sublayer, f"{name} I8", ", ".join(sublayer.dtypes(name)) or "none")
-        check_multiple(sublayer, "N", rows, 4)
+        self._check_zero_points(sublayer, rows, groups, 4)
         steps = (Step("pack_int8_zero_point"),)
         return (Rule(name=name, parameter=name, dtype="I32", shape=(sum(rows) // 4, groups), steps=steps),)
 

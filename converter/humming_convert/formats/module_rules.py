@@ -33,7 +33,7 @@ def scheme_fields(sublayer: Sublayer) -> dict[str, Any]:
         return overall
     found: dict[tuple[tuple[str, Any], ...], str] = {}
     for module in sublayer.modules:
-        fields = overall | _overrides(rules, module)
+        fields = {**overall, **_overrides(rules, module)}
         found.setdefault(tuple(fields.items()), module)
     if len(found) > 1:
         named = "; ".join(f"{module} {_told(overall | dict(fields), overall)}" for fields, module in found.items())
