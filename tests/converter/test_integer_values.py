@@ -232,6 +232,15 @@ def test_any_width_group_shape_and_sharding(
         integers.group = 64
     writer, config = made(integers)
     hidden, intermediate, experts = unit * sizes[0], unit * sizes[1], sizes[2]
-    options = {"hidden": hidden, "intermediate": intermediate, "experts": experts, "layers": 1}
-    folder = tmp_path_factory.mktemp("any")
-    assert_values(folder, integers, writer, config, shards=shards, seed=seed, **options)
+    assert_values(
+        tmp_path_factory.mktemp("any"),
+        integers,
+        writer,
+        config,
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        layers=1,
+        shards=shards,
+        seed=seed,
+    )

@@ -97,7 +97,7 @@ def make_integers(
             integers.values[module] = drawn.values()
             written = writer(integers, drawn)
             if bias:
-                written["bias"] = floats(rng.integers(-8, 8, n).astype(np.float32), "F16")
+                written["bias"] = floats(np.asarray(rng.integers(-8, 8, n), np.float32), "F16")
             tensors |= {f"{module}.{parameter}": tensor for parameter, tensor in written.items()}
         config["quantization_config"] = dict(quantization)
         if edit is not None:
