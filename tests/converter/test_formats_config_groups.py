@@ -59,8 +59,16 @@ class TestConfigGroups:
             "found only the targets re:.*self_attn.*, re:nothing"
         )
 
+    def test_experts_of_one_layer_in_two_groups_that_say_the_same(self, tmp_path: Path) -> None:
+        edit = self.split([["re:.*gate_proj"], ["re:.*experts.*_proj$"]])
+        assert len(plan_made(tmp_path, format="ct_int4", edit=edit).layers) == 2
+
     def test_experts_of_one_layer_in_two_groups(self, tmp_path: Path) -> None:
-        edit = self.split([["re:.*experts\\.0\\..*"], ["re:.*experts\\.[123]\\..*"]])
+        def edit(tensors: Tensors, config: dict[str, Any]) -> None:
+            self.split([["re:.*experts\\.0\\..*"], ["re:.*experts\\.[123]\\..*"]])(tensors, config)
+            groups = config["quantization_config"]["config_groups"]
+            groups["group_1"] = {**groups["group_1"], "weights": {**groups["group_1"]["weights"], "num_bits": 8}}
+
         text = refusal(tmp_path, UnsupportedError, format="ct_int4", edit=edit)
         assert first(text) == (
             f"{W13}: expected one config group for all experts of a layer, "

@@ -31,13 +31,6 @@ class TestOtherCompressedTensors:
             ["pack_int8_zero_point"],
         )
 
-    def test_four_bit_integers_in_bytes(self, tmp_path: Path) -> None:
-        def edit(tensors: Tensors, config: dict[str, Any]) -> None:
-            group_of(config)["weights"]["num_bits"] = 4
-
-        text = refusal(tmp_path, UnsupportedError, format="ct_w8a8", edit=edit)
-        assert "expected int-quantized weights of 8 bit, found 4 bit;" in text
-
     def test_block_scales_go_another_way_only_where_blocks_do_not_fit(self, tmp_path: Path) -> None:
         whole = plan_of(make_checkpoint(tmp_path / "a", format="ct_fp8_block")).layers[0].sublayers[0]
         assert whole.weight_schema["quant_method"] == "compressed-tensors"

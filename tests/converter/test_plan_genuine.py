@@ -9,6 +9,7 @@ from tests.support.genuine import genuine
 from tests.support.plans import assert_ordered, assert_whole, plan_of
 
 from humming_convert.errors import NothingToConvertError, UnsupportedError
+from humming_convert.formats import METHODS
 
 INT4_G128 = "ct-pack-quantized"
 
@@ -37,6 +38,15 @@ CONVERTED: dict[str, tuple[list[int], int, int, int, str, str]] = {
     "llmcompressor--qwen3_moe-W8A8": ([0, 1], 4, 256, 256, "qwen3_moe", "ct-int8"),
     "autoround--qwen3_moe-W4A16-auto_awq": ([0, 1], 8, 256, 256, "qwen3_moe", "awq"),
     "autoround--qwen3_moe-W4A16-auto_awq-asym": ([0, 1], 8, 256, 256, "qwen3_moe", "awq"),
+    "llmcompressor--qwen3_moe-W4A8": ([0, 1], 4, 256, 256, "qwen3_moe", "ct-int8"),
+    "autoround--mixtral-W4A16-auto_round": ([0, 1], 4, 256, 384, "mixtral", "gptq"),
+    "autoround--qwen3_moe-W4A16-auto_gptq": ([0, 1], 8, 256, 256, "qwen3_moe", "gptq"),
+    "autoround--qwen3_moe-W4A16-auto_gptq-asym": ([0, 1], 8, 256, 256, "qwen3_moe", "gptq"),
+    "autoround--qwen3_moe-W4A16-auto_round_gptqmodel-asym": ([0, 1], 8, 256, 256, "qwen3_moe", "gptq"),
+    "gptqmodel--gptq_sym": ([0, 1], 8, 256, 256, "qwen3_moe", "gptq"),
+    "gptqmodel--gptq_asym_v1": ([0, 1], 8, 256, 256, "qwen3_moe", "gptq"),
+    # Whether columns are in order is told by values, which are read while converting: see test_formats_gptq.
+    "gptqmodel--gptq_desc": ([0, 1], 8, 256, 256, "qwen3_moe", "gptq"),
     "autoround--qwen3_moe-FP8_BLOCK-auto_round": ([0, 1], 8, 256, 256, "qwen3_moe", "fp8-block"),
     "autoround--qwen3_moe-MXFP4-auto_round": ([0, 1], 8, 256, 256, "qwen3_moe", "ct-mxfp4"),
 }
@@ -49,20 +59,12 @@ PARENTS = {
     "lfm2_moe": "feed_forward",
     "nemotron_h": "mixer",
 }
-METHOD = "expected a quant_method among auto-round, awq, compressed-tensors, fp8, mxfp4, found"
+METHOD = f"expected a quant_method among {', '.join(sorted(set(METHODS.values())))}, found"
 LATER = "this method is not supported yet"
 FORMAT = "expected a supported checkpoint format, found"
 # name: what the message must say
 REFUSED: dict[str, str] = {
     "llmcompressor--qwen3_moe-MXFP8": f"{FORMAT} MXFP8 (F8_E4M3 with exponent bytes); this format is not",
-    "llmcompressor--qwen3_moe-W4A8": "w13 and 3 more: expected int-quantized weights of 8 bit, found 4 bit;",
-    "autoround--mixtral-W4A16-auto_round": f"{FORMAT} GPTQ's packing (qweight [K*b/32, N]);",
-    "autoround--qwen3_moe-W4A16-auto_round_gptqmodel-asym": f"{FORMAT} GPTQ's packing (qweight [K*b/32, N]);",
-    "autoround--qwen3_moe-W4A16-auto_gptq": f"{METHOD} 'gptq'; {LATER}",
-    "autoround--qwen3_moe-W4A16-auto_gptq-asym": f"{METHOD} 'gptq'; {LATER}",
-    "gptqmodel--gptq_sym": f"{METHOD} 'gptq'; {LATER}",
-    "gptqmodel--gptq_asym_v1": f"{METHOD} 'gptq'; {LATER}",
-    "gptqmodel--gptq_desc": "expected weights in the order of their columns, found GPTQ with desc_act;",
     "modelopt--gpt_oss-NVFP4_DEFAULT_CFG": f"{METHOD} 'modelopt'; {LATER}",
     "modelopt--kv": f"{METHOD} 'modelopt'; {LATER}",
     "modelopt--llama4_text-NVFP4_DEFAULT_CFG": f"{METHOD} 'modelopt'; {LATER}",
@@ -71,8 +73,8 @@ REFUSED: dict[str, str] = {
     "modelopt--qwen3_moe-FP8_PER_CHANNEL_PER_TOKEN_CFG": f"{METHOD} 'modelopt'; {LATER}",
     "modelopt--qwen3_moe-MXFP8_DEFAULT_CFG": f"{METHOD} 'modelopt'; {LATER}",
     "modelopt--qwen3_moe-NVFP4_DEFAULT_CFG": f"{METHOD} 'modelopt'; {LATER}",
-    "quark--qwen3_moe-fp8": f"{METHOD} 'quark'; {LATER}",
-    "quark--qwen3_moe-mxfp4": f"{METHOD} 'quark'; {LATER}",
+    "quark--qwen3_moe-fp8": f"{FORMAT} input_scale BF16 [], weight_scale BF16 [], weight F8_E4M3 [256, 256];",
+    "quark--qwen3_moe-mxfp4": f"{FORMAT} weight U8 [256, 128], weight_scale U8 [256, 8];",
     "transformers-fp8--qwen3_moe": "expected each expert's tensors, or fused ones, found both",
 }
 
