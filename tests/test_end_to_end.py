@@ -144,7 +144,8 @@ def test_output_is_what_the_design_says(tmp_path: Path) -> None:
     files = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert files == [
         "README.md", "config.json", "generation_config.json", "humming/experts-00001-of-00002.safetensors",
-        "humming/experts-00002-of-00002.safetensors", "humming/manifest.json", "model.safetensors", "tokenizer.json",
+        "humming/experts-00002-of-00002.safetensors", "humming/manifest.json", "model.safetensors",
+        "model.safetensors.index.json", "tokenizer.json",
     ]  # fmt: skip
     before = json.loads((source / "config.json").read_text())
     after = json.loads((tmp_path / "out" / "config.json").read_text())

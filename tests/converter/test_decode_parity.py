@@ -42,9 +42,11 @@ def one_expert(
         if name == "weight_shape" or (name == "qzeros" and schema["quant_method"] == "gptq"):
             continue
         one = value[expert].reshape(value.shape[1:] or (1,))
+        # GPTQ's plan goes by the names of Humming's standard form.
+        stored = GPTQ_NAMES.get(name, name) if schema["quant_method"] == "gptq" else name
         axis = -1 if name in ("qweight", "qzeros", "scales") else 0
         for index, piece in enumerate(one.chunk(len(stacks), dim=axis)):
-            parts[index][name] = as_raw(piece)
+            parts[index][stored] = as_raw(piece)
     return stack([decode_projection(schema, part) for part in parts])
 
 
@@ -57,6 +59,9 @@ def assert_equal(found: Decoded, wanted: Decoded) -> None:
             right: NDArray[Any] = np.ascontiguousarray(other)
             assert left.dtype == right.dtype, name
             np.testing.assert_array_equal(left, right, err_msg=name)
+
+
+GPTQ_NAMES = {"qweight": "weight", "scales": "weight_scale"}
 
 
 def by_schema() -> dict[str, list[dict[str, Any]]]:

@@ -160,8 +160,13 @@ class TestAwq:
         assert plan_made(tmp_path, format="awq", edit=edit).layers[0].sublayers[0].weight_schema["zero_point"] is False
 
     def test_zero_points_that_are_there_count(self, tmp_path: Path) -> None:
-        part = plan_made(tmp_path, format="awq", edit=section(zero_point=None, sym=True)).layers[0].sublayers[0]
+        part = plan_made(tmp_path, format="awq", edit=section(zero_point=None)).layers[0].sublayers[0]
         assert part.weight_schema["zero_point"] is True
+
+    def test_zero_points_of_symmetric_codes_must_be_the_middle(self, tmp_path: Path) -> None:
+        part = plan_made(tmp_path, format="awq", edit=section(zero_point=None, sym=True)).layers[0].sublayers[0]
+        assert part.weight_schema["zero_point"] is False
+        assert [tensor.check for tensor in part.tensors if tensor.name == "qzeros"] == ["eights"]
 
     @pytest.mark.parametrize(
         ("fields", "expected"),
@@ -219,6 +224,6 @@ class TestMissingCompanions:
 
         assert refusal(tmp_path, UnsupportedError, edit=edit) == (
             f"{W13} and 3 more: expected a supported checkpoint format, found weight F8_E5M2 [256, 256], "
-            "weight_scale_inv F32 [2, 2]; none of fp8-tensor, fp8-block, mxfp4-gpt-oss, ct-mxfp4, awq, "
-            "ct-pack-quantized, ct-int8, ct-float8, ct-nvfp4"
+            "weight_scale_inv F32 [2, 2]; not humming: quant_method is fp8; none of fp8-tensor, fp8-block, "
+            "mxfp4-gpt-oss, ct-mxfp4, awq, gptq, ct-pack-quantized, ct-int8, ct-float8, ct-nvfp4, quark-int4"
         )
