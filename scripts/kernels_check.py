@@ -284,12 +284,13 @@ def main() -> None:
         parser.add_argument("packed", type=Path)
         parser.add_argument("--out", type=Path, required=True)
         parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "kernels-check")
+        parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
         options = parser.parse_args()
         for folder in (options.out, options.work):
             folder.mkdir(parents=True, exist_ok=True)
         check = Check(options.work.resolve(), options.out.resolve())
         check.results["toolchain"] = check.process("facts", ["facts"])
-        for name in MODELS:
+        for name in options.models:
             check.model(name, options.packed)
         print(table(check.results))
 

@@ -1,5 +1,8 @@
 """Show on a GPU, with real vLLM, that converted checkpoints serve as their sources do: `serve_check.py --out DIR`.
 
+`--tensor-parallel-size N` and `--enable-expert-parallel` serve a few of them on N GPUs instead, source and output, and
+compare what every rank holds (with N = 1 on one GPU: the same parts, no cut).
+
 Every part runs in a process of its own with a time limit, so one that fails stops no other. A table goes to stdout;
 DIR gets `results.json` (facts and tracebacks) and `logs.tar.gz`. vLLM and humming must be importable.
 """
@@ -26,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "loader")]
 
 from scripts.serve_models import MODELS  # noqa: E402 - the path comes first
+from scripts.serve_parallel import run_parallel  # noqa: E402
 
 GEMM_TYPES = ("indexed", "grouped", "grouped_masked")
 RANK_PARTS = ("expert-ranks", "tensor-ranks")
@@ -62,7 +66,11 @@ class Runner:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(
-                [str(_metadata(work)), str(ROOT / "loader"), str(ROOT / "converter"), os.environ.get("PYTHONPATH", "")]
+                [
+                    str(_metadata(work)),
+                    *(str(ROOT / part) for part in ("", "loader", "converter")),
+                    os.environ.get("PYTHONPATH", ""),
+                ]
             ),
         }
 
@@ -94,6 +102,11 @@ class Runner:
         print(f"{'ok  ' if result['ok'] else 'FAIL'} {result['wall_seconds']:6.1f} s  {part.label}", flush=True)
         return result
 
+    def run_with_log(self, name: str, arguments: tuple[str, ...]) -> tuple[dict[str, Any], str]:
+        """Run one part; its result and what it printed."""
+        part = Part(name, arguments)
+        return self.run(part), (self.logs / f"{part.label}.log").read_text(errors="replace")
+
     def _call(self, command: list[str], log: Path, limit: float) -> str:
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -123,6 +136,8 @@ def _metadata(work: Path) -> Path:
     lines = []
     for group, entries in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+        if group == "vllm.general_plugins":
+            lines.append("humming_read_counter = scripts.serve_parallel:read_counter")
     (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
     return folder.parent
 
@@ -160,6 +175,8 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
     """Run the parts asked for; results by label, comparisons of models under `compare-NAME`."""
     options.work.mkdir(parents=True, exist_ok=True)
     runner = Runner(options.work.resolve(), options.out, options.limit, time.monotonic() + options.deadline)
+    if options.tensor_parallel_size:
+        return runner.results | run_parallel(runner.run_with_log, options)
     models = tuple(options.models or MODELS)
     served = models if options.serve_models is None else tuple(options.serve_models)
     if not options.no_prepare:
@@ -218,6 +235,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=None)
     parser.add_argument("--serve-models", nargs="*", choices=list(MODELS), default=None, help="of `models` only")
+    parser.add_argument("--tensor-parallel-size", type=int, default=0, metavar="N", help="serve on N GPUs")
+    parser.add_argument("--enable-expert-parallel", action="store_true", help="with it: experts, not their columns")
     parser.add_argument("--jobs", type=int, default=4, help="processes on the GPU at once")
     parser.add_argument("--limit", type=float, default=300, help="seconds a part may take")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for everything")

@@ -52,15 +52,18 @@ MODELS: dict[str, Model] = {
     "glm4-ct-int4": Model("glm4_moe", "ct_int4", {"group_size": 128}),
 }
 
+# Not in the list that is served by default: FP8 a channel has no groups that forbid a size.
+EXTRA_MODELS: dict[str, Model] = {"qwen3-fp8-channel": Model("qwen3_moe", "ct_fp8_channel")}
+
 
 def _unquantized(tensors: Tensors) -> list[str]:
     """The modules that hold the tensors that are not quantized, and can be."""
     return sorted(name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.array.ndim == 2)
 
 
-def write_model(folder: Path, name: str, *, experts: int = 8) -> Path:
-    """Write `MODELS[name]` into `folder` and return it; `experts` routed experts a layer."""
-    model = MODELS[name]
+def write_model(folder: Path, name: str, *, experts: int = 8, intermediate: int = INTERMEDIATE) -> Path:
+    """Write `MODELS[name]` into `folder` and return it; `experts` routed experts a layer, `intermediate` their I."""
+    model = (MODELS | EXTRA_MODELS)[name]
 
     def edit(tensors: Tensors, config: Config) -> None:
         for key in [key for key in tensors if ".experts." not in key]:
@@ -91,7 +94,7 @@ def write_model(folder: Path, name: str, *, experts: int = 8) -> Path:
         layers=LAYERS,
         experts=experts,
         hidden=HIDDEN,
-        intermediate=INTERMEDIATE,
+        intermediate=intermediate,
         seed=7,
         edit=edit,
         side_files=False,

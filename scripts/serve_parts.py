@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402 - the environment comes first
 
-from scripts import serve_alone, serve_layers, serve_memory, serve_refusals  # noqa: E402
+from scripts import serve_alone, serve_layers, serve_memory, serve_parallel, serve_refusals  # noqa: E402
 from scripts.serve_models import MODELS, write_model  # noqa: E402
 
 Result = dict[str, Any]
@@ -208,6 +208,7 @@ PARTS: dict[str, Callable[..., Result]] = {
     "serve": serve,
     "extras": extras,
     "refusals": serve_refusals.refusals,
+    **serve_parallel.PARTS,
 }
 # Parts of several cases: what came out so far is written after each.
 CASES: dict[str, Callable[..., serve_layers.Cases]] = {
