@@ -36,8 +36,9 @@ from humming_loader import load_layer, read_manifest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.bench_convert import EXPERTS, HIDDEN, INTERMEDIATE, write_model
+from scripts.bench_models import SHAPES, write_model
 
+SHAPE = SHAPES["qwen3-30b"]
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
@@ -111,17 +112,17 @@ def with_safetensors(files: Sequence[Path], threads: int) -> object:
 def per_expert(source: Path, layers: int, sm: int) -> object:
     """What a start does without this project: a tensor per expert and projection, fused, then converted on the GPU."""
     converted = []
-    shapes = {"w13": (2 * INTERMEDIATE, HIDDEN), "w2": (HIDDEN, INTERMEDIATE)}
+    shapes = {"w13": (2 * SHAPE.intermediate, SHAPE.hidden), "w2": (SHAPE.hidden, SHAPE.intermediate)}
     with safe_open(source, framework="pt") as opened:
         for layer in range(layers):
             weights = {
-                key: torch.empty((EXPERTS, n, k), dtype=torch.float8_e4m3fn, device="cuda")
+                key: torch.empty((SHAPE.experts, n, k), dtype=torch.float8_e4m3fn, device="cuda")
                 for key, (n, k) in shapes.items()
             }
             scales = {
-                key: torch.empty((EXPERTS, n // 128, k // 128), device="cuda") for key, (n, k) in shapes.items()
+                key: torch.empty((SHAPE.experts, n // 128, k // 128), device="cuda") for key, (n, k) in shapes.items()
             }
-            for expert in range(EXPERTS):
+            for expert in range(SHAPE.experts):
                 for projection, key, half in (("gate_proj", "w13", 0), ("up_proj", "w13", 1), ("down_proj", "w2", 0)):
                     name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
                     for target, tensor in ((weights, name), (scales, f"{name}_scale_inv")):
@@ -137,7 +138,7 @@ def per_expert(source: Path, layers: int, sm: int) -> object:
                         shape_n=n,
                         shape_k=k,
                         shape_n_stacks=[n // 2, n // 2] if key == "w13" else [n],
-                        num_experts=EXPERTS,
+                        num_experts=SHAPE.experts,
                         has_bias=False,
                         param_dtype="bfloat16",
                         target=Target(sm),
@@ -187,7 +188,7 @@ def main() -> None:
     major, minor = torch.cuda.get_device_capability()
     sm = major * 10 + minor
     with tempfile.TemporaryDirectory(dir=given.work) as folder:
-        source = write_model(Path(folder) / "source", "fp8_block", given.layers)
+        source = write_model(Path(folder) / "source", "fp8_block", SHAPE, given.layers)
         out = Path(folder) / "out"
         options = ConvertOptions(
             source=source.parent,
